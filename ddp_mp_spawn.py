@@ -1,0 +1,87 @@
+"""Train on all devices of one machine; this script starts a process for each: python ddp_mp_spawn.py"""
+
+import time
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+from common.checkpoint import load_checkpoint, save_checkpoint
+from common.data import load_data
+from common.errors import exit_status_of_children
+from common.evaluation import count_correct
+from common.model import build_model
+from common.options import parse_args
+from common.report import describe, report
+
+
+def main(argv=None):
+    args = parse_args(argv, world_size=None)
+    # Without a store that listens already the processes could not meet, or two runs would fight for a port.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with exit_status_of_children():
+        mp.spawn(train, args=(args, store.port), nprocs=args.world_size)
+
+
+def train(local_rank, args, port):
+    # Without this every process would use GPU 0, or all the cores.
+    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    torch.set_num_threads(args.threads)
+    store = dist.TCPStore("127.0.0.1", port)
+    dist.init_process_group(backend, store=store, rank=local_rank, world_size=args.world_size, device_id=device_id)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+
+    torch.manual_seed(args.seed)
+    train_set, test_set = load_data(args)
+
+    # Without this every process would train and test on all the images.
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
+    train_loader = DataLoader(train_set, args.batch_size // world_size, sampler=sampler, drop_last=True)
+    test_loader = DataLoader(test_set, args.batch_size, sampler=range(rank, len(test_set), world_size))
+
+    model = build_model(args, train_set).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9)
+    first_epoch = load_checkpoint(args, model, optimizer)
+    # Without this every process would introduce the run.
+    if rank == 0:
+        describe(args, first_epoch, device, model, train_set, test_set)
+    # Without this no gradients would be averaged, and the replicas would drift apart.
+    ddp_model = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
+
+    for epoch in range(first_epoch, args.epochs):
+        # Without this every epoch deals the same cards to the same ranks.
+        sampler.set_epoch(epoch)
+        metrics = torch.zeros(4, dtype=torch.float64, device=device)
+        start = time.perf_counter()
+
+        for images, labels in train_loader:
+            images, labels = images.to(device), labels.to(device)
+            # Without the wrapper in the call the backward pass would exchange nothing.
+            loss = F.cross_entropy(ddp_model(images), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            metrics[0] += loss.detach() * len(labels)
+            metrics[1] += len(labels)
+
+        metrics[2:] = count_correct(model, test_loader, device)
+        # Without this rank 0 would report its own share as the result.
+        dist.all_reduce(metrics)
+        seconds = time.perf_counter() - start
+        # Without this every process would print, and write the same file.
+        if rank == 0:
+            report(args, epoch, metrics, seconds)
+            save_checkpoint(args, model, optimizer, epoch)
+
+    # Without this NCCL would warn at exit that its group was never closed.
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
