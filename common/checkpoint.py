@@ -13,17 +13,34 @@ def load_checkpoint(args, model, optimizer):
     """Read --checkpoint into model and optimizer, if the file exists.
 
     Returns:
-        int: epochs that the file has finished; 0 without a file.
+        int: the epochs that the file has finished; 0 without a file.
     Raises:
-        SystemExit: the file is not a checkpoint of this project, or was made with other settings.
+        SystemExit: see read_checkpoint().
+    """
+    state = read_checkpoint(args)
+    if state is None:
+        return 0
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    return state["epoch"]
+
+
+def read_checkpoint(args):
+    """Read --checkpoint into the CPU's memory.
+
+    Returns:
+        dict: model, optimizer (state dicts), epoch (int: finished), settings; None without a file.
+    Raises:
+        SystemExit: the file is not a checkpoint of these scripts, or was made with other settings.
     """
     if args.checkpoint is None or not args.checkpoint.exists():
-        return 0
+        return None
     try:
         state = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
-        settings, epoch = state["settings"], state["epoch"]
+        settings = {name: state["settings"][name] for name in SETTINGS}
     except Exception as error:
-        refuse(args, f"{args.checkpoint} is not a checkpoint of this run ({type(error).__name__}); choose another path")
+        reason = type(error).__name__
+        refuse(args, f"{args.checkpoint} is not a checkpoint of these scripts ({reason}); choose another --checkpoint")
     for name in SETTINGS:
         if settings[name] != getattr(args, name):
             option = "--" + name.replace("_", "-")
@@ -32,9 +49,7 @@ def load_checkpoint(args, model, optimizer):
                 f"{args.checkpoint} was made with {option} {settings[name]}, not {getattr(args, name)}; "
                 f"use {option} {settings[name]}, or another --checkpoint",
             )
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    return epoch
+    return state
 
 
 def save_checkpoint(args, model, optimizer, epoch):

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 
+from common.checkpoint import read_checkpoint
+from common.data import load_data
 from common.errors import refuse
 
 
@@ -48,8 +50,13 @@ def parse_args(argv=None, world_size=1, local_world_size=1, speaks=True):
 
     if world_size == 0:
         refuse(args, f"start this script with torchrun: torchrun --standalone --nproc_per_node=2 {parser.prog}")
-    args.world_size = args.nproc if world_size is None else world_size
-    _check_processes(args, args.nproc if world_size is None else local_world_size)
+    if world_size is None:
+        world_size = local_world_size = args.nproc
+    args.world_size = world_size
+    _check_processes(args, local_world_size)
+    if "nproc" in args:  # the processes to come would all find the same fault; find it before they start
+        load_data(args)
+        read_checkpoint(args)
     return args
 
 

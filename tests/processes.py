@@ -1,0 +1,228 @@
+"""Run the shipped scripts, or a function, in real processes over gloo, started fast: a fork server has torch loaded.
+
+`run_script` does what torchrun does: it hosts the store, sets the variables, and ends all processes when one fails.
+Each process writes down what it saw (Run.seen), and nothing that a script does is replaced, but for mp.spawn: it
+forks its children where it would start them anew.
+"""
+
+import contextlib
+import functools
+import hashlib
+import importlib.util
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = ["single_gpu.py", "ddp_mp_spawn.py", "ddp_torchrun.py"]
+SECONDS = 120  # no run of a test takes a tenth of this
+
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["tests.preload"])
+
+
+def run_script(folder, script, *argv, nproc=1, float64=False, environment=None, seconds=SECONDS):
+    """Run a script with nproc processes, its output and records in a new folder below `folder`.
+
+    Args:
+        script (str or Path): a shipped script's name, or the path of an edited copy.
+        argv: command-line options; --nproc is added for ddp_mp_spawn.py.
+        float64 (bool): let float64 be torch's default type.
+    Returns:
+        SimpleNamespace: status (first non-zero exit status or 0), stdout, stderr, seen (a list of records a rank).
+    """
+    path = ROOT / script
+    folder = Path(folder) / f"run{len(list(Path(folder).glob('run*')))}"
+    folder.mkdir()
+    argv = [str(word) for word in argv]
+    numbers = [{}]
+    if "spawn" in path.name:
+        argv += ["--nproc", str(nproc)]
+    elif "torchrun" in path.name:
+        numbers = torchrun_numbers(nproc)
+    with _store() as port:
+        processes = []
+        for variables in numbers:
+            variables = {**variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} if variables else {}
+            arguments = (path, argv, {**variables, **(environment or {})}, float64, folder)
+            processes.append(context.Process(target=_script, args=arguments))
+        status = _wait(processes, seconds)
+    return SimpleNamespace(
+        status=status,
+        stdout=(folder / "stdout").read_text(),
+        stderr=(folder / "stderr").read_text(),
+        seen=[
+            [json.loads(line) for line in (folder / f"rank{rank}").read_text().splitlines()]
+            for rank in range(nproc)
+            if (folder / f"rank{rank}").exists()
+        ],
+    )
+
+
+def run_ranks(folder, function, *args, nproc=2, seconds=SECONDS):
+    """Call function(rank, *args) in nproc processes that form a gloo group.
+
+    Returns:
+        list: what each rank returned.
+    """
+    with _store() as port:
+        arguments = [(function, rank, nproc, port, args, Path(folder) / f"result{rank}.pt") for rank in range(nproc)]
+        processes = [context.Process(target=_rank, args=each) for each in arguments]
+        assert _wait(processes, seconds) == 0, "a rank failed; its traceback is above"
+    return [torch.load(Path(folder) / f"result{rank}.pt", weights_only=True) for rank in range(nproc)]
+
+
+def torchrun_numbers(nproc):
+    """The variables that torchrun gives to each of nproc processes on one machine."""
+    return [
+        {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(nproc),
+            "LOCAL_WORLD_SIZE": str(nproc),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+        }
+        for rank in range(nproc)
+    ]
+
+
+def losses(run):
+    """The mean training loss of each epoch, as rank 0 was about to print it."""
+    return [record["metrics"][0] / record["metrics"][1] for record in run.seen[0] if record["what"] == "report"]
+
+
+def accuracies(run):
+    """The test accuracy of each epoch, as rank 0 was about to print it."""
+    return [record["metrics"][2] / record["metrics"][3] for record in run.seen[0] if record["what"] == "report"]
+
+
+def weights(run):
+    """For each rank the digest of its weights after each epoch."""
+    return [[record["weights"] for record in rank if record["what"] == "epoch"] for rank in run.seen]
+
+
+def batches(run):
+    """For each rank the indices of each training batch, in order."""
+    return [[record["indices"] for record in rank if record["what"] == "batch"] for rank in run.seen]
+
+
+def edited(folder, script, *edits):
+    """A copy of a shipped script with (old, new) replaced, each of which occurs once: break a line, see what happens."""
+    source = (ROOT / script).read_text()
+    for old, new in edits:
+        assert source.count(old) == 1, f"{old!r} occurs {source.count(old)} times in {script}"
+        source = source.replace(old, new)
+    path = Path(folder) / script
+    path.write_text(source)
+    return path
+
+
+@contextlib.contextmanager
+def _store():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield store.port
+
+
+def _wait(processes, seconds):
+    """Start processes and wait; at the first failure, or when the time is up, end those that are left."""
+    end = time.monotonic() + seconds
+    for process in processes:
+        process.start()
+    status, left = 0, list(processes)
+    while left and not status:
+        ready = multiprocessing.connection.wait([process.sentinel for process in left], max(0, end - time.monotonic()))
+        assert ready or _end(left), f"not finished after {seconds} seconds"
+        for process in [process for process in left if process.sentinel in ready]:
+            process.join()
+            left.remove(process)
+            status = status or process.exitcode
+    _end(left)
+    return status
+
+
+def _end(processes):
+    """SIGKILL to each process and to its children: each leads a process group of its own, named after its id."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+        process.join()
+
+
+def _script(path, argv, environment, float64, folder):
+    """In the process of a run: load the script from its file, note what it does, and call its main."""
+    os.setpgid(0, 0)
+    for number, name in (1, "stdout"), (2, "stderr"):
+        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    os.environ.update(environment)
+    if float64:
+        torch.set_default_dtype(torch.float64)
+    if "spawn" in path.name:
+        torch.set_num_threads(1)  # a process whose OpenMP threads run cannot be forked
+    torch.multiprocessing.spawn = functools.partial(torch.multiprocessing.start_processes, start_method="fork")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    script = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    _take_notes(script, folder)
+    script.main(argv)
+    if path.stem != "ddp_mp_spawn":
+        _note(folder, what="end", group=dist.is_initialized())
+
+
+def _take_notes(script, folder):
+    from common.data import ImageSet
+
+    train, count_correct, report, gather = script.train, script.count_correct, script.report, ImageSet.__getitems__
+    training = []  # the length of the training set tells its batches from those of the test set
+
+    def noted_train(*args):
+        train(*args)
+        _note(folder, what="threads", threads=torch.get_num_threads())
+
+    def noted_count(model, loader, device):
+        parameters = b"".join(p.detach().numpy().tobytes() for p in model.state_dict().values())
+        _note(folder, what="epoch", weights=hashlib.sha256(parameters).hexdigest())
+        return count_correct(model, loader, device)
+
+    def noted_report(args, epoch, metrics, seconds):
+        _note(folder, what="report", epoch=epoch, metrics=metrics.tolist())
+        report(args, epoch, metrics, seconds)
+
+    def noted_gather(self, indices):
+        training.append(len(self))
+        if len(self) == max(training):
+            _note(folder, what="batch", indices=indices)
+        return gather(self, indices)
+
+    script.count_correct, script.report, ImageSet.__getitems__ = noted_count, noted_report, noted_gather
+    script.train = functools.wraps(train)(noted_train)
+
+
+def _note(folder, **record):
+    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
+    with open(folder / f"rank{rank}", "a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def _rank(function, rank, nproc, port, args, path):
+    os.setpgid(0, 0)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=nproc)
+    try:
+        result = function(rank, *args)
+    except BaseException:
+        traceback.print_exc()
+        raise
+    torch.save(result, path)
+    dist.destroy_process_group()
