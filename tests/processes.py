@@ -41,31 +41,42 @@ def run_script(folder, script, *argv, nproc=1, float64=False, environment=None, 
     Returns:
         SimpleNamespace: status (first non-zero exit status or 0), stdout, stderr, seen (a list of records a rank).
     """
-    path = ROOT / script
-    folder = Path(folder) / f"run{len(list(Path(folder).glob('run*')))}"
-    folder.mkdir()
-    argv = [str(word) for word in argv]
-    numbers = [{}]
-    if "spawn" in path.name:
-        argv += ["--nproc", str(nproc)]
-    elif "torchrun" in path.name:
-        numbers = torchrun_numbers(nproc)
-    with _store() as port:
-        processes = []
-        for variables in numbers:
-            variables = {**variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} if variables else {}
-            arguments = (path, argv, {**variables, **(environment or {})}, float64, folder)
-            processes.append(context.Process(target=_script, args=arguments))
-        status = _wait(processes, seconds)
+    return run_scripts([(folder, script, *argv)], nproc, float64, environment, seconds)[0]
+
+
+def run_scripts(commands, nproc=1, float64=False, environment=None, seconds=SECONDS):
+    """Run several scripts at the same time.
+
+    Args:
+        commands (list of tuples): folder, script and options of each; the rest is as for run_script.
+    Returns:
+        list of SimpleNamespace: as from run_script.
+    """
+    with contextlib.ExitStack() as stores:
+        runs = []
+        for folder, script, *argv in commands:
+            path, argv, numbers = ROOT / script, [str(word) for word in argv], [{}]
+            folder = Path(folder) / f"run{len(list(Path(folder).glob('run*')))}"
+            folder.mkdir()
+            if "spawn" in path.name:
+                argv += ["--nproc", str(nproc)]
+            elif "torchrun" in path.name:
+                port = stores.enter_context(_store())
+                numbers = [{**torchrun_numbers(rank, nproc), "MASTER_PORT": str(port)} for rank in range(nproc)]
+            arguments = [(path, argv, variables | (environment or {}), float64, folder) for variables in numbers]
+            runs.append((folder, [context.Process(target=_script, args=each) for each in arguments]))
+        all_processes = [process for _, processes in runs for process in processes]
+        with _started(all_processes):
+            return [_result(folder, nproc, _wait(processes, seconds)) for folder, processes in runs]
+
+
+def _result(folder, nproc, status):
+    records = [folder / f"rank{rank}" for rank in range(nproc)]
     return SimpleNamespace(
         status=status,
         stdout=(folder / "stdout").read_text(),
         stderr=(folder / "stderr").read_text(),
-        seen=[
-            [json.loads(line) for line in (folder / f"rank{rank}").read_text().splitlines()]
-            for rank in range(nproc)
-            if (folder / f"rank{rank}").exists()
-        ],
+        seen=[[json.loads(line) for line in file.read_text().splitlines()] for file in records if file.exists()],
     )
 
 
@@ -78,23 +89,22 @@ def run_ranks(folder, function, *args, nproc=2, seconds=SECONDS):
     with _store() as port:
         arguments = [(function, rank, nproc, port, args, Path(folder) / f"result{rank}.pt") for rank in range(nproc)]
         processes = [context.Process(target=_rank, args=each) for each in arguments]
-        assert _wait(processes, seconds) == 0, "a rank failed; its traceback is above"
+        with _started(processes):
+            assert _wait(processes, seconds) == 0, "a rank failed; its traceback is above"
     return [torch.load(Path(folder) / f"result{rank}.pt", weights_only=True) for rank in range(nproc)]
 
 
-def torchrun_numbers(nproc):
-    """The variables that torchrun gives to each of nproc processes on one machine."""
-    return [
-        {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(nproc),
-            "LOCAL_WORLD_SIZE": str(nproc),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": "0",
-        }
-        for rank in range(nproc)
-    ]
+def torchrun_numbers(rank, nproc):
+    """The variables that torchrun gives to process `rank` of nproc on one machine, but for the port."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(nproc),
+        "LOCAL_WORLD_SIZE": str(nproc),
+        "MASTER_ADDR": "127.0.0.1",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
 
 
 def losses(run):
@@ -134,30 +144,38 @@ def _store():
     yield store.port
 
 
-def _wait(processes, seconds):
-    """Start processes and wait; at the first failure, or when the time is up, end those that are left."""
-    end = time.monotonic() + seconds
-    for process in processes:
-        process.start()
-    status, left = 0, list(processes)
-    while left and not status:
-        ready = multiprocessing.connection.wait([process.sentinel for process in left], max(0, end - time.monotonic()))
-        assert ready or _end(left), f"not finished after {seconds} seconds"
-        for process in [process for process in left if process.sentinel in ready]:
-            process.join()
-            left.remove(process)
-            status = status or process.exitcode
-    _end(left)
-    return status
+@contextlib.contextmanager
+def _started(processes):
+    """Start processes, and whatever happens leave none of them: each leads a process group named after its id."""
+    try:
+        for process in processes:
+            process.start()
+        yield
+    finally:
+        _end(process for process in processes if process.pid)
 
 
 def _end(processes):
-    """SIGKILL to each process and to its children: each leads a process group of its own, named after its id."""
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.kill()
         process.join()
+
+
+def _wait(processes, seconds):
+    """Wait for processes, and end those that are left at the first failure: the first exit status that is not 0."""
+    end, left = time.monotonic() + seconds, list(processes)
+    while left:
+        ready = multiprocessing.connection.wait([process.sentinel for process in left], max(0, end - time.monotonic()))
+        assert ready, f"not finished after {seconds} seconds"
+        for process in [process for process in left if process.sentinel in ready]:
+            process.join()
+            left.remove(process)
+            if process.exitcode:
+                _end(left)
+                return process.exitcode
+    return 0
 
 
 def _script(path, argv, environment, float64, folder):

@@ -1,0 +1,195 @@
+"""Each line that DDP adds: what it does, and what becomes of the run without it. The comments quote the scripts."""
+
+import os
+import socket
+from types import SimpleNamespace
+
+import pytest
+from torch.utils.data import DataLoader, DistributedSampler
+
+from tests.processes import ROOT, batches, edited, losses, run_script, run_scripts, weights
+
+SAMPLER = "DistributedSampler(train_set, seed=args.seed, drop_last=True)"
+SET_EPOCH = "        sampler.set_epoch(epoch)\n"
+STEPS = 1437 // 48
+
+
+def run(folder, *edits, script="ddp_torchrun.py", nproc=2, epochs=1, options=()):
+    """Run a script, or a copy in which each (old, new) is replaced."""
+    path = edited(folder, script, *edits) if edits else script
+    return run_script(folder, path, "--epochs", epochs, *options, nproc=nproc)
+
+
+def metrics(result):
+    """Rank 0's sum of losses, training images, correct test images and test images, an epoch each."""
+    return [record["metrics"] for record in result.seen[0] if record["what"] == "report"]
+
+
+# Without this every process would use GPU 0, or all the cores.
+
+
+def test_each_process_takes_its_share_of_the_cores(tmp_path):
+    cores = len(os.sched_getaffinity(0))
+    for edits, threads in ([], max(1, cores // 2)), ([("    torch.set_num_threads(args.threads)\n", "")], cores):
+        ranks = run(tmp_path, *edits).seen
+        assert [record["threads"] for rank in ranks for record in rank if record["what"] == "threads"] == [threads] * 2
+
+
+# Without a store that listens already the processes could not meet, or two runs would fight for a port.
+
+
+def test_twenty_runs_can_start_at_the_same_moment(tmp_path):
+    runs = run_scripts([(tmp_path, "ddp_mp_spawn.py", "--epochs", "1")] * 20, nproc=2)
+    assert [result.status for result in runs] == [0] * 20
+    assert len({tuple(losses(result)) for result in runs}) == 1
+
+
+def test_with_a_fixed_port_a_second_run_cannot_start(tmp_path):
+    with socket.socket() as other_run:
+        other_run.bind(("127.0.0.1", 0))
+        other_run.listen()
+        fixed = ('"127.0.0.1", 0,', f'"127.0.0.1", {other_run.getsockname()[1]},')
+        result = run(tmp_path, fixed, script="ddp_mp_spawn.py")
+    assert result.status == 1 and "EADDRINUSE" in result.stderr
+
+
+# Without this an error that a child reports in one line would end in a traceback of the parent.
+
+
+def test_what_a_child_refuses_ends_the_parent_with_the_same_line_and_status(tmp_path):
+    guard = ("    with exit_status_of_children():\n        mp.spawn", "    mp.spawn")
+    for edits, status, lines in ([], 2, 1), ([guard], 1, 10):
+        result = run(tmp_path, *edits, script="ddp_mp_spawn.py", options=["--batch-size", 1438])
+        assert result.status == status and len(result.stderr.splitlines()) >= lines
+        assert ("Traceback" in result.stderr) == bool(edits)
+
+
+# Without this every process would train and test on all the images.
+
+
+def test_the_shares_of_a_step_are_disjoint_and_make_the_batch_of_one_device(tmp_path):
+    [single] = batches(run(tmp_path, script="single_gpu.py", nproc=1, epochs=2))
+    assert len(single) == 2 * STEPS
+    for nproc in 2, 3, 4:
+        shares = batches(run(tmp_path, nproc=nproc, epochs=2))
+        assert [len(share) for share in shares] == [len(single)] * nproc
+        for step, batch in enumerate(single):
+            parts = [share[step] for share in shares]
+            assert [len(part) for part in parts] == [48 // nproc] * nproc
+            assert sorted(sum(parts, [])) == sorted(batch)  # no index twice, so the parts are disjoint
+            assert len(set(batch)) == 48
+
+
+def test_without_the_distributed_sampler_every_process_trains_on_the_same_images(tmp_path):
+    from_all = "torch.utils.data.RandomSampler(train_set, generator=torch.Generator().manual_seed(0))"
+    shares = batches(run(tmp_path, (SAMPLER, from_all), (SET_EPOCH, "")))
+    assert shares[0] == shares[1]
+
+
+def test_without_drop_last_the_sampler_repeats_images_to_fill_up_the_shares(tmp_path):
+    """4 processes share 1,437 images as 4 x 360 = 1,440, which makes a third batch of 480 that nobody should see."""
+    for edits, steps in ([], 2), ([(SAMPLER, "DistributedSampler(train_set, seed=args.seed)")], 3):
+        shares = batches(run(tmp_path, *edits, nproc=4, options=["--batch-size", 480]))
+        dealt = [index for share in shares for batch in share for index in batch]
+        assert len(dealt) == 480 * steps
+        assert len(dealt) - len(set(dealt)) == (0 if steps == 2 else 3)
+
+
+def test_without_drop_last_the_loader_trains_on_a_smaller_last_batch(tmp_path):
+    loader = ("sampler=sampler, drop_last=True)", "sampler=sampler)")
+    for edits, steps in ([], STEPS), ([loader], STEPS + 1):
+        assert {len(share) for share in batches(run(tmp_path, *edits))} == {steps}
+
+
+def test_without_the_seed_the_sampler_deals_in_the_same_order_whatever_the_seed_of_the_run(tmp_path):
+    for edits, same in ([], False), ([(SAMPLER, "DistributedSampler(train_set, drop_last=True)")], True):
+        first, second = (batches(run(tmp_path, *edits, options=["--seed", seed])) for seed in (0, 7))
+        assert (first == second) == same
+
+
+def test_evaluation_counts_each_test_image_once_whatever_their_number_and_that_of_processes():
+    """The shipped line, for every n from 1 to 50 and N from 1 to 8; the stock sampler pads and counts some twice."""
+    [line] = [line for line in (ROOT / "ddp_torchrun.py").read_text().splitlines() if "test_loader = " in line]
+    compared = padded = 0
+    for n in range(1, 51):
+        for world_size in range(1, 9):
+            counted, stock = [], []
+            for rank in range(world_size):
+                args = SimpleNamespace(batch_size=4)
+                names = {"DataLoader": DataLoader, "args": args, "test_set": list(range(n)), "rank": rank}
+                exec(line.strip(), names | {"world_size": world_size}, names)
+                counted += [image for batch in names["test_loader"] for image in batch.tolist()]
+                stock += DistributedSampler(range(n), world_size, rank, shuffle=False)
+            assert sorted(counted) == list(range(n))
+            assert len(stock) == -(-n // world_size) * world_size
+            compared, padded = compared + 1, padded + (len(stock) > n)
+    assert compared == 400 and padded == sum(n % world_size > 0 for n in range(1, 51) for world_size in range(1, 9))
+
+
+def test_without_its_own_part_of_the_test_images_each_process_counts_all(tmp_path):
+    stride = (", sampler=range(rank, len(test_set), world_size)", "")
+    for edits, counted in ([], 360), ([stride], 720):
+        assert [epoch[3] for epoch in metrics(run(tmp_path, *edits))] == [counted]
+
+
+# Without this every process would introduce the run.
+
+
+def test_without_the_first_rank_condition_every_process_introduces_the_run(tmp_path):
+    condition = ("    if rank == 0:\n        describe(", "    if True:\n        describe(")
+    for edits, lines in ([], 1), ([condition], 2):
+        assert run(tmp_path, *edits).stdout.count("2 processes on CPU") == lines
+
+
+# Without this no gradients would be averaged, and the replicas would drift apart.
+# Without the wrapper in the call the backward pass would exchange nothing.
+
+
+@pytest.mark.parametrize("script", ["ddp_mp_spawn.py", "ddp_torchrun.py"])
+def test_without_the_wrapper_in_the_call_the_replicas_drift_apart(script, tmp_path):
+    for edits, equal in ([], True), ([("ddp_model(images)", "model(images)")], False):
+        first, second = weights(run(tmp_path, *edits, script=script, epochs=2))
+        assert len(first) == 2 and [a == b for a, b in zip(first, second, strict=True)] == [equal] * 2
+
+
+def test_the_wrapper_gives_every_process_the_weights_of_rank_0_however_they_were_seeded(tmp_path):
+    """Two ranks that start from other weights stay apart for ever if only their gradients are averaged."""
+    seeds = ("torch.manual_seed(args.seed)", "torch.manual_seed(args.seed + rank)")
+    first, second = weights(run(tmp_path, seeds))
+    assert first == second == weights(run(tmp_path))[0]
+
+
+# Without this every epoch deals the same cards to the same ranks.
+
+
+def test_without_set_epoch_the_order_repeats(tmp_path):
+    for edits, repeats in ([], False), ([(SET_EPOCH, "")], True):
+        for share in batches(run(tmp_path, *edits, epochs=2)):
+            assert (share[:STEPS] == share[STEPS:]) == repeats
+
+
+# Without this rank 0 would report its own share as the result.
+
+
+def test_without_all_reduce_rank_0_reports_its_own_share(tmp_path):
+    for edits, images, tested in ([], 48 * STEPS, 360), ([("        dist.all_reduce(metrics)\n", "")], 24 * STEPS, 180):
+        assert [epoch[1::2] for epoch in metrics(run(tmp_path, *edits))] == [[images, tested]]
+
+
+# Without this every process would print, and write the same file.
+
+
+def test_without_the_condition_every_process_prints_and_saves(tmp_path):
+    condition = ("        if rank == 0:\n            report(", "        if True:\n            report(")
+    for edits, times in ([], 1), ([condition], 2):
+        result = run(tmp_path, *edits)
+        assert result.stdout.count("epoch 1/1") == result.stdout.count("not saved") == times
+
+
+# Without this NCCL would warn at exit that its group was never closed.
+
+
+def test_without_destroy_process_group_the_group_outlives_the_training(tmp_path):
+    for edits, open_group in ([], False), ([("    dist.destroy_process_group()\n", "")], True):
+        ends = [record["group"] for rank in run(tmp_path, *edits).seen for record in rank if record["what"] == "end"]
+        assert ends == [open_group] * 2
