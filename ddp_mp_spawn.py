@@ -4,6 +4,8 @@ import time
 
 import torch
 import torch.distributed as dist
+# Without this the optimizer would import it later, where it takes hold of the group and never lets its threads go.
+import torch.distributed.nn
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -11,39 +13,39 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from common.checkpoint import load_checkpoint, save_checkpoint
 from common.data import load_data
-from common.errors import exit_status_of_children
 from common.evaluation import count_correct
 from common.model import build_model
 from common.options import parse_args
 from common.report import describe, report
+from common.spawning import spawning
 
 
 def main(argv=None):
     args = parse_args(argv, world_size=None)
-    # Without a store that listens already the processes could not meet, or two runs would fight for a port.
+    # Without a store that listens already, two runs could fight for a port before their processes meet.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with exit_status_of_children():
+    with spawning():
         mp.spawn(train, args=(args, store.port), nprocs=args.world_size)
 
 
-def train(local_rank, args, port):
+def train(rank, args, port):
     # Without this every process would use GPU 0, or all the cores.
-    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.set_num_threads(args.threads)
+    # Without a group the processes could not talk.
     store = dist.TCPStore("127.0.0.1", port)
-    dist.init_process_group(backend, store=store, rank=local_rank, world_size=args.world_size, device_id=device_id)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.init_process_group(backend, store=store, rank=rank, world_size=args.world_size, device_id=device_id)
 
     torch.manual_seed(args.seed)
     train_set, test_set = load_data(args)
 
     # Without this every process would train and test on all the images.
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
-    train_loader = DataLoader(train_set, args.batch_size // world_size, sampler=sampler, drop_last=True)
-    test_loader = DataLoader(test_set, args.batch_size, sampler=range(rank, len(test_set), world_size))
+    train_loader = DataLoader(train_set, args.batch_size // args.world_size, sampler=sampler, drop_last=True)
+    test_loader = DataLoader(test_set, args.batch_size, sampler=range(rank, len(test_set), args.world_size))
 
     model = build_model(args, train_set).to(device)
     optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9)

@@ -5,6 +5,8 @@ import time
 
 import torch
 import torch.distributed as dist
+# Without this the optimizer would import it later, where it takes hold of the group and never lets its threads go.
+import torch.distributed.nn
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
@@ -18,29 +20,30 @@ from common.report import describe, report
 
 
 def main(argv=None):
+    # Without torchrun's numbers no process would know how many share the work.
     world_size, local_world_size = int(os.environ.get("WORLD_SIZE", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 0))
     args = parse_args(argv, world_size, local_world_size, speaks=os.environ.get("LOCAL_RANK", "0") == "0")
     train(args)
 
 
 def train(args):
-    local_rank = int(os.environ["LOCAL_RANK"])
+    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     # Without this every process would use GPU 0, or all the cores.
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.set_num_threads(args.threads)
+    # Without a group the processes could not talk.
     dist.init_process_group(backend, device_id=device_id)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
 
     torch.manual_seed(args.seed)
     train_set, test_set = load_data(args)
 
     # Without this every process would train and test on all the images.
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
-    train_loader = DataLoader(train_set, args.batch_size // world_size, sampler=sampler, drop_last=True)
-    test_loader = DataLoader(test_set, args.batch_size, sampler=range(rank, len(test_set), world_size))
+    train_loader = DataLoader(train_set, args.batch_size // args.world_size, sampler=sampler, drop_last=True)
+    test_loader = DataLoader(test_set, args.batch_size, sampler=range(rank, len(test_set), args.world_size))
 
     model = build_model(args, train_set).to(device)
     optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9)

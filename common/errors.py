@@ -1,11 +1,7 @@
 """Errors that a person caused: one line that says what is wrong and what to type instead, and exit status 2."""
 
-import contextlib
-import logging
 import sys
 import time
-
-from torch.multiprocessing import ProcessExitedException
 
 
 def refuse(args, message):
@@ -24,23 +20,3 @@ def refuse(args, message):
         time.sleep(10)
     print(" ".join(message.split()), file=sys.stderr, flush=True)
     raise SystemExit(2)
-
-
-@contextlib.contextmanager
-def exit_status_of_children():
-    """Around mp.spawn: where a child refused, end with its status and without a traceback; it has said why.
-
-    Raises:
-        SystemExit: with code 2, if a child ended with status 2. Every other error of a child passes through.
-    """
-    logger = logging.getLogger("torch.multiprocessing.spawn")  # names each process that it ends after an error
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    except ProcessExitedException as error:
-        if error.exit_code != 2:
-            raise
-        raise SystemExit(2) from None
-    finally:
-        logger.setLevel(level)

@@ -77,8 +77,10 @@ def _check_processes(args, local_world_size):
             "or set CUDA_VISIBLE_DEVICES= (empty) to run on the CPU",
         )
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    chosen = os.environ.get("OMP_NUM_THREADS", "1")  # torchrun sets it to 1 where nobody chose
-    args.threads = int(chosen) if chosen.isdigit() and int(chosen) > 1 else max(1, cores // local_world_size)
+    chosen = os.environ.get("OMP_NUM_THREADS", "")
+    if chosen == "1" and local_world_size > 1 and "nproc" not in args:
+        chosen = ""  # torchrun sets it to 1 where nobody chose, which would leave most cores idle
+    args.threads = int(chosen) if chosen.isdigit() else max(1, cores // local_world_size)
 
 
 def _number(kind, least):

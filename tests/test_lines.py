@@ -57,7 +57,7 @@ def test_with_a_fixed_port_a_second_run_cannot_start(tmp_path):
 
 
 def test_what_a_child_refuses_ends_the_parent_with_the_same_line_and_status(tmp_path):
-    guard = ("    with exit_status_of_children():\n        mp.spawn", "    mp.spawn")
+    guard = ("    with spawning():\n        mp.spawn", "    mp.spawn")
     for edits, status, lines in ([], 2, 1), ([guard], 1, 10):
         result = run(tmp_path, *edits, script="ddp_mp_spawn.py", options=["--batch-size", 1438])
         assert result.status == status and len(result.stderr.splitlines()) >= lines

@@ -1,0 +1,141 @@
+"""The commands as a person types them: real processes, nothing loaded before, nothing replaced."""
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from tests.processes import ROOT
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "ddp_torchrun.py"]
+COMMANDS = {
+    "single_gpu.py": [sys.executable, "single_gpu.py"],
+    "ddp_mp_spawn.py": [sys.executable, "ddp_mp_spawn.py"],
+    "ddp_torchrun.py": TORCHRUN,
+}
+EPOCH = r"epoch +\d+/\d+  loss (\d\.\d{6})  test accuracy (\d\d\.\d\d%)  [\d,]+ images/s  eta \d+ s"
+
+
+def run(command, *options, **how):
+    """Run one command, see run_all."""
+    return run_all([command], *options, **how)[0]
+
+
+def run_all(commands, *options, cwd=ROOT, text=None, environment=None, seconds=100):
+    """Run commands at the same time on the CPU, each in a session of its own, of which nothing is left.
+
+    Returns:
+        list of subprocess.CompletedProcess
+    """
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **(environment or {})}
+    pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
+    processes, results = [], []
+    try:
+        for command in commands:
+            command = [*command, *map(str, options)]
+            processes.append(
+                subprocess.Popen(command, cwd=cwd, env=environment, text=True, start_new_session=True, **pipes)
+            )
+        for process in processes:
+            stdout, stderr = process.communicate(text, timeout=seconds)
+            results.append(subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr))
+        return results
+    finally:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory):
+    """What each script prints in two epochs, run from another folder, and saves."""
+    outputs = {}
+    for script, command in COMMANDS.items():
+        folder = tmp_path_factory.mktemp("elsewhere")
+        command = [*command[:-1], str(ROOT / script)]
+        result = run(command, "--epochs", 2, "--checkpoint", "model.pt", cwd=folder)
+        assert result.returncode == 0, result.stderr
+        assert [path.name for path in folder.iterdir()] == ["model.pt"]
+        outputs[script] = result
+    return outputs
+
+
+def test_every_script_prints_a_line_at_the_start_one_an_epoch_and_where_the_model_is(printed):
+    for script, result in printed.items():
+        first, *epochs, last = result.stdout.splitlines()
+        processes = "1 process on" if script == "single_gpu.py" else "2 processes on"
+        assert first.startswith(processes)
+        for fact in "1,437 training and 360 test images", "global batch 48", "58,634 parameters":
+            assert fact in first
+        assert len(epochs) == 2 and all(re.fullmatch(EPOCH, line) for line in epochs)
+        assert last == "saved in model.pt"
+
+
+def test_all_scripts_print_the_same_losses_and_accuracies(printed):
+    seen = [re.findall(EPOCH, result.stdout) for result in printed.values()]
+    for others in seen[1:]:
+        for (loss, accuracy), (other_loss, other_accuracy) in zip(seen[0], others, strict=True):
+            assert float(other_loss) == pytest.approx(float(loss), abs=1e-3)  # float32
+            assert float(other_accuracy[:-1]) == pytest.approx(float(accuracy[:-1]), abs=0.6)  # two images
+
+
+def test_a_run_that_goes_well_writes_nothing_to_stderr(printed):
+    for script, result in printed.items():
+        lines = [line for line in result.stderr.splitlines() if "OMP_NUM_THREADS" not in line and "*****" not in line]
+        assert [line for line in lines if "torch/distributed/run.py" not in line] == [], script
+
+
+def test_main_can_be_called_where_no_file_holds_it():
+    """The function that the children run is found in its module."""
+    program = "from ddp_mp_spawn import main\nmain(['--epochs', '1'])\nprint('and on')\n"
+    result = run([sys.executable, "-"], text=program)
+    assert result.returncode == 0, result.stderr
+    assert re.search(EPOCH, result.stdout) and result.stdout.endswith("and on\n")
+
+
+def test_a_function_defined_on_the_spot_cannot_be_spawned():
+    """As in a notebook, where no file holds it."""
+    program = "import torch.multiprocessing as mp\ndef train(rank): pass\nmp.spawn(train, nprocs=2)\n"
+    result = run([sys.executable, "-c", program])
+    assert result.returncode == 1 and "AttributeError: Can't get attribute 'train' on" in result.stderr
+
+
+def test_variables_left_over_from_another_launcher_do_not_disturb_spawn(printed):
+    stale = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1"}
+    result = run(COMMANDS["ddp_mp_spawn.py"], "--epochs", 2, environment=stale)
+    assert re.findall(EPOCH, result.stdout) == re.findall(EPOCH, printed["ddp_mp_spawn.py"].stdout)
+
+
+def test_two_agents_of_one_process_give_the_result_of_one_agent_of_two():
+    """As on two machines, where each process is the first of its own."""
+    threads = {"OMP_NUM_THREADS": "1"}
+    [together] = run_all([TORCHRUN], "--epochs", 2, environment=threads)
+    with socket.socket() as reserved:  # bound but not listening: nobody else gets this port, and the first agent may
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
+        address = ["--master_addr=127.0.0.1", f"--master_port={reserved.getsockname()[1]}"]
+        options = ["--nnodes=2", "--nproc_per_node=1", *address]
+        agents = [[*TORCHRUN[:3], *options, f"--node_rank={rank}", TORCHRUN[-1]] for rank in (0, 1)]
+        first, second = run_all(agents, "--epochs", 2, environment=threads)
+    assert [result.returncode for result in (together, first, second)] == [0, 0, 0], first.stderr + second.stderr
+    assert re.findall(EPOCH, first.stdout) == re.findall(EPOCH, together.stdout) != []
+    assert second.stdout == "", "only rank 0 prints"
+
+
+def test_a_process_that_dies_ends_the_run_with_an_error_and_its_own_traceback(tmp_path):
+    for script in "ddp_mp_spawn.py", "ddp_torchrun.py":
+        source = (ROOT / script).read_text()
+        fault = "        seconds = time.perf_counter() - start\n        assert rank != 1, 'planted'\n"
+        source = source.replace("        seconds = time.perf_counter() - start\n", fault)
+        (tmp_path / script).write_text(source)
+        (tmp_path / "common").symlink_to(ROOT / "common") if not (tmp_path / "common").exists() else None
+        result = run(COMMANDS[script], cwd=tmp_path)
+        assert result.returncode == 1
+        assert "AssertionError: planted" in result.stderr and f"{script}" in result.stderr
+        assert "epoch  2" not in result.stdout
