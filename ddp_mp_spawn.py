@@ -4,7 +4,7 @@ import time
 
 import torch
 import torch.distributed as dist
-# Without this the optimizer would import it later, where it takes hold of the group and never lets its threads go.
+# Without this import the threads of the group would outlive the training, and could crash the process at its end.
 import torch.distributed.nn
 import torch.multiprocessing as mp
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from common.spawning import spawning
 
 def main(argv=None):
     args = parse_args(argv, world_size=None)
-    # Without a store that listens already, two runs could fight for a port before their processes meet.
+    # Without a store that listens already two runs could fight for a port before their processes meet.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with spawning():
         mp.spawn(train, args=(args, store.port), nprocs=args.world_size)
@@ -35,7 +35,7 @@ def train(rank, args, port):
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.set_num_threads(args.threads)
-    # Without a group the processes could not talk.
+    # Without a group no process could reach another.
     store = dist.TCPStore("127.0.0.1", port)
     dist.init_process_group(backend, store=store, rank=rank, world_size=args.world_size, device_id=device_id)
 
@@ -57,7 +57,7 @@ def train(rank, args, port):
     ddp_model = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
 
     for epoch in range(first_epoch, args.epochs):
-        # Without this every epoch deals the same cards to the same ranks.
+        # Without this every epoch would deal the same cards to the same ranks.
         sampler.set_epoch(epoch)
         metrics = torch.zeros(4, dtype=torch.float64, device=device)
         start = time.perf_counter()

@@ -5,7 +5,7 @@ import time
 
 import torch
 import torch.distributed as dist
-# Without this the optimizer would import it later, where it takes hold of the group and never lets its threads go.
+# Without this import the threads of the group would outlive the training, and could crash the process at its end.
 import torch.distributed.nn
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -34,7 +34,7 @@ def train(args):
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.set_num_threads(args.threads)
-    # Without a group the processes could not talk.
+    # Without a group no process could reach another.
     dist.init_process_group(backend, device_id=device_id)
 
     torch.manual_seed(args.seed)
@@ -55,7 +55,7 @@ def train(args):
     ddp_model = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
 
     for epoch in range(first_epoch, args.epochs):
-        # Without this every epoch deals the same cards to the same ranks.
+        # Without this every epoch would deal the same cards to the same ranks.
         sampler.set_epoch(epoch)
         metrics = torch.zeros(4, dtype=torch.float64, device=device)
         start = time.perf_counter()

@@ -35,7 +35,7 @@ def test_each_process_takes_its_share_of_the_cores(tmp_path):
         assert [record["threads"] for rank in ranks for record in rank if record["what"] == "threads"] == [threads] * 2
 
 
-# Without a store that listens already the processes could not meet, or two runs would fight for a port.
+# Without a store that listens already two runs could fight for a port before their processes meet.
 
 
 def test_twenty_runs_can_start_at_the_same_moment(tmp_path):
@@ -53,15 +53,21 @@ def test_with_a_fixed_port_a_second_run_cannot_start(tmp_path):
     assert result.status == 1 and "EADDRINUSE" in result.stderr
 
 
-# Without this an error that a child reports in one line would end in a traceback of the parent.
-
-
 def test_what_a_child_refuses_ends_the_parent_with_the_same_line_and_status(tmp_path):
     guard = ("    with spawning():\n        mp.spawn", "    mp.spawn")
     for edits, status, lines in ([], 2, 1), ([guard], 1, 10):
         result = run(tmp_path, *edits, script="ddp_mp_spawn.py", options=["--batch-size", 1438])
         assert result.status == status and len(result.stderr.splitlines()) >= lines
         assert ("Traceback" in result.stderr) == bool(edits)
+
+
+# Without a group no process could reach another.
+
+
+@pytest.mark.parametrize("script", ["ddp_mp_spawn.py", "ddp_torchrun.py"])
+def test_without_a_group_nothing_can_be_exchanged(script, tmp_path):
+    result = run(tmp_path, ("    dist.init_process_group(", "    dict(backend="), script=script)
+    assert result.status == 1 and "process group has not been initialized" in result.stderr
 
 
 # Without this every process would train and test on all the images.
@@ -115,9 +121,9 @@ def test_evaluation_counts_each_test_image_once_whatever_their_number_and_that_o
         for world_size in range(1, 9):
             counted, stock = [], []
             for rank in range(world_size):
-                args = SimpleNamespace(batch_size=4)
+                args = SimpleNamespace(batch_size=4, world_size=world_size)
                 names = {"DataLoader": DataLoader, "args": args, "test_set": list(range(n)), "rank": rank}
-                exec(line.strip(), names | {"world_size": world_size}, names)
+                exec(line.strip(), names, names)
                 counted += [image for batch in names["test_loader"] for image in batch.tolist()]
                 stock += DistributedSampler(range(n), world_size, rank, shuffle=False)
             assert sorted(counted) == list(range(n))
@@ -127,7 +133,7 @@ def test_evaluation_counts_each_test_image_once_whatever_their_number_and_that_o
 
 
 def test_without_its_own_part_of_the_test_images_each_process_counts_all(tmp_path):
-    stride = (", sampler=range(rank, len(test_set), world_size)", "")
+    stride = (", sampler=range(rank, len(test_set), args.world_size)", "")
     for edits, counted in ([], 360), ([stride], 720):
         assert [epoch[3] for epoch in metrics(run(tmp_path, *edits))] == [counted]
 
@@ -159,7 +165,7 @@ def test_the_wrapper_gives_every_process_the_weights_of_rank_0_however_they_were
     assert first == second == weights(run(tmp_path))[0]
 
 
-# Without this every epoch deals the same cards to the same ranks.
+# Without this every epoch would deal the same cards to the same ranks.
 
 
 def test_without_set_epoch_the_order_repeats(tmp_path):

@@ -1,0 +1,90 @@
+"""What only a GPU can show; skipped where there is none."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.processes import ROOT
+from tests.test_commands import EPOCH, TORCHRUN
+
+GPUS = torch.cuda.device_count()
+pytestmark = pytest.mark.skipif(GPUS == 0, reason="no GPU")
+
+# Run by each process after the shipped script: which devices it used, and how much of each.
+WATCHED = """
+import json, os, sys
+sys.path.insert(0, {root!r})
+import torch, ddp_torchrun
+ddp_torchrun.main(sys.argv[1:])
+used = [index for index in range(torch.cuda.device_count()) if torch.cuda.memory_reserved(index)]
+with open({folder!r} + os.environ["RANK"], "w") as file:
+    json.dump([torch.cuda.current_device(), used], file)
+"""
+
+
+def run(*command):
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    return result
+
+
+def epochs(result):
+    import re
+
+    return [(float(loss), float(accuracy[:-1])) for loss, accuracy in re.findall(EPOCH, result.stdout)]
+
+
+def torchrun(nproc, *command):
+    return run(*TORCHRUN[:4], f"--nproc_per_node={nproc}", *command)
+
+
+def test_one_device_trains_on_the_gpu():
+    result = run(sys.executable, "single_gpu.py")
+    assert torch.cuda.get_device_name() in result.stdout.splitlines()[0]
+    assert epochs(result)[-1][1] >= 98
+
+
+@pytest.mark.parametrize("nproc", sorted({1, GPUS}))
+def test_nccl_with_a_process_for_each_gpu_gives_the_result_of_one_device(nproc):
+    if 48 % nproc:
+        pytest.skip("48 images do not divide among these GPUs")
+    single = epochs(run(sys.executable, "single_gpu.py", "--epochs", "2"))
+    for result in (
+        torchrun(nproc, "ddp_torchrun.py", "--epochs", "2"),
+        run(sys.executable, "ddp_mp_spawn.py", "--nproc", str(nproc), "--epochs", "2"),
+    ):
+        assert len(epochs(result)) == 2
+        for (loss, accuracy), (one_loss, one_accuracy) in zip(epochs(result), single, strict=True):
+            assert loss == pytest.approx(one_loss, rel=0.01) and accuracy == pytest.approx(one_accuracy, abs=1.5)
+
+
+@pytest.mark.parametrize("nproc", sorted({1, GPUS}))
+def test_each_process_uses_its_own_gpu_and_no_other(nproc, tmp_path):
+    (tmp_path / "watched.py").write_text(WATCHED.format(root=str(ROOT), folder=str(tmp_path / "rank")))
+    torchrun(nproc, str(tmp_path / "watched.py"), "--epochs", "1", "--batch-size", str(16 * nproc))
+    seen = [json.loads((tmp_path / f"rank{rank}").read_text()) for rank in range(nproc)]
+    assert seen == [[rank, [rank]] for rank in range(nproc)]
+
+
+def test_nothing_is_said_of_a_group_that_was_left_open():
+    result = torchrun(1, "ddp_torchrun.py", "--epochs", "1")
+    assert "destroy_process_group" not in result.stderr
+
+
+def test_one_process_more_than_there_are_gpus_is_refused():
+    command = [sys.executable, "ddp_mp_spawn.py", "--nproc", str(GPUS + 1), "--batch-size", str(48 * (GPUS + 1))]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 2 and f"this machine shows {GPUS}" in result.stderr
+
+
+def test_a_checkpoint_from_the_gpu_goes_on_on_the_cpu(tmp_path):
+    options = ["--checkpoint", str(tmp_path / "model.pt"), "--epochs"]
+    run(sys.executable, "single_gpu.py", *options, "1")
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "single_gpu.py", *options, "2"]
+    result = subprocess.run(command, cwd=ROOT, env=hidden, capture_output=True, text=True, timeout=300, check=True)
+    assert "after epoch 1" in result.stdout and len(epochs(result)) == 1
