@@ -1,10 +1,10 @@
-"""Train on all devices of one machine; this script starts a process for each: python ddp_mp_spawn.py"""
+"""Train with a process for each device of this machine, which this script starts: python ddp_mp_spawn.py"""
 
 import time
 
 import torch
 import torch.distributed as dist
-# Without this import the threads of the group would outlive the training, and could crash the process at its end.
+# Without this import before the group is made, gloo's threads would outlive it and could crash the exit.
 import torch.distributed.nn
 import torch.multiprocessing as mp
 import torch.nn.functional as F
@@ -16,20 +16,22 @@ from common.data import load_data
 from common.evaluation import count_correct
 from common.model import build_model
 from common.options import parse_args
-from common.report import describe, report
+from common.report import check_loss, describe, report
 from common.spawning import spawning
 
 
 def main(argv=None):
     args = parse_args(argv, world_size=None)
-    # Without a store that listens already two runs could fight for a port before their processes meet.
+    # Without a port that is already open two runs that start together could choose the same one.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with spawning():
         mp.spawn(train, args=(args, store.port), nprocs=args.world_size)
 
 
 def train(rank, args, port):
-    # Without this every process would use GPU 0, or all the cores.
+    # Without this every process would print the opening line, and the same error.
+    args.speaks = rank == 0
+    # Without its own device and threads each process would use GPU 0, or all the cores of the CPU.
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     if device.type == "cuda":
@@ -42,7 +44,7 @@ def train(rank, args, port):
     torch.manual_seed(args.seed)
     train_set, test_set = load_data(args)
 
-    # Without this every process would train and test on all the images.
+    # Without these shares every process would take every image, and the global batch would grow N times.
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     train_loader = DataLoader(train_set, args.batch_size // args.world_size, sampler=sampler, drop_last=True)
     test_loader = DataLoader(test_set, args.batch_size, sampler=range(rank, len(test_set), args.world_size))
@@ -50,21 +52,19 @@ def train(rank, args, port):
     model = build_model(args, train_set).to(device)
     optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9)
     first_epoch = load_checkpoint(args, model, optimizer)
-    # Without this every process would introduce the run.
-    if rank == 0:
-        describe(args, first_epoch, device, model, train_set, test_set)
+    describe(args, first_epoch, device, model, train_set, test_set)
     # Without this no gradients would be averaged, and the replicas would drift apart.
     ddp_model = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
 
     for epoch in range(first_epoch, args.epochs):
-        # Without this every epoch would deal the same cards to the same ranks.
+        # Without this every epoch would take the images in the same order.
         sampler.set_epoch(epoch)
         metrics = torch.zeros(4, dtype=torch.float64, device=device)
         start = time.perf_counter()
 
         for images, labels in train_loader:
             images, labels = images.to(device), labels.to(device)
-            # Without the wrapper in the call the backward pass would exchange nothing.
+            # Without calling the wrapper backward() would average no gradients.
             loss = F.cross_entropy(ddp_model(images), labels)
             optimizer.zero_grad()
             loss.backward()
@@ -73,15 +73,16 @@ def train(rank, args, port):
             metrics[1] += len(labels)
 
         metrics[2:] = count_correct(model, test_loader, device)
-        # Without this rank 0 would report its own share as the result.
+        # Without this sum rank 0 would report the loss and accuracy of its own share.
         dist.all_reduce(metrics)
+        check_loss(args, epoch, metrics)
         seconds = time.perf_counter() - start
-        # Without this every process would print, and write the same file.
+        # Without this condition every process would print the line, and write the same file.
         if rank == 0:
             report(args, epoch, metrics, seconds)
             save_checkpoint(args, model, optimizer, epoch)
 
-    # Without this NCCL would warn at exit that its group was never closed.
+    # Without this NCCL would warn at exit, and gloo's threads would outlive the training.
     dist.destroy_process_group()
 
 

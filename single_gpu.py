@@ -11,7 +11,7 @@ from common.data import load_data
 from common.evaluation import count_correct
 from common.model import build_model
 from common.options import parse_args
-from common.report import describe, report
+from common.report import check_loss, describe, report
 
 
 def main(argv=None):
@@ -49,6 +49,7 @@ def train(args):
             metrics[1] += len(labels)
 
         metrics[2:] = count_correct(model, test_loader, device)
+        check_loss(args, epoch, metrics)
         seconds = time.perf_counter() - start
         report(args, epoch, metrics, seconds)
         save_checkpoint(args, model, optimizer, epoch)

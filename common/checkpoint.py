@@ -6,7 +6,24 @@ import torch
 
 from common.errors import refuse
 
-SETTINGS = ("dataset", "model", "batch_size", "lr", "seed")  # what would silently train something else
+SETTINGS = ("dataset", "model", "batch_size", "lr", "seed")  # a change of these would silently train something else
+
+
+def check_path(args):
+    """See before the first step whether --checkpoint can be written.
+
+    Raises:
+        SystemExit: it is a folder, its folder does not exist, or one of them gives no permission.
+    """
+    path = args.checkpoint
+    if path is None:
+        return
+    if path.is_dir():
+        refuse(args, f"--checkpoint {path} is a folder; name a file in it, such as {path / 'model.pt'}")
+    if not path.parent.is_dir():
+        refuse(args, f"--checkpoint {path} has no folder; make it first: mkdir -p {path.parent}")
+    if not os.access(path.parent, os.W_OK | os.X_OK) or path.exists() and not os.access(path, os.R_OK):
+        refuse(args, f"--checkpoint {path} cannot be written or read by this user; choose another folder")
 
 
 def load_checkpoint(args, model, optimizer):

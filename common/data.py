@@ -1,4 +1,4 @@
-"""The data sets: uint8 images in memory, of which a whole batch is taken in one indexing operation."""
+"""The data sets: uint8 images in memory, of which a batch is one indexing operation."""
 
 import contextlib
 import gzip

@@ -1,4 +1,7 @@
-"""Errors that a person caused: one line that says what is wrong and what to type instead, and exit status 2."""
+"""Errors that a person caused: one line that says what is wrong and what to type instead, and exit status 2.
+
+torchrun turns the status into 1 and adds a report of its own.
+"""
 
 import sys
 import time
@@ -7,8 +10,8 @@ import time
 def refuse(args, message):
     """Print one line on stderr and end this process with status 2.
 
-    Of the processes that run the same check on one machine only one has args.speaks set. The others first wait to be
-    ended by whatever started them, so that the line appears once; where they alone met the error, they say it then.
+    Of the processes that make the same check only one has args.speaks set. The others wait to be ended by whatever
+    started them, so that the line appears once; if only they met the error, they print it after the wait.
 
     Args:
         args: the options, with args.speaks (bool).

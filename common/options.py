@@ -6,8 +6,7 @@ from pathlib import Path
 
 import torch
 
-from common.checkpoint import read_checkpoint
-from common.data import load_data
+from common.checkpoint import check_path
 from common.errors import refuse
 
 
@@ -16,9 +15,9 @@ def parse_args(argv=None, world_size=1, local_world_size=1, speaks=True):
 
     Args:
         argv (list of str): the arguments; None: those of the command line.
-        world_size (int): processes in the run; 0: nobody started them; None: the option --nproc says.
-        local_world_size (int): those of them that run on this machine.
-        speaks (bool): whether this process is the one to report an error, see refuse().
+        world_size (int): processes in the run; None: the option --nproc says how many.
+        local_world_size (int): those of them that run on this machine; 0: nobody started them.
+        speaks (bool): whether this process is the one that describes the run and reports errors.
     Returns:
         argparse.Namespace: the options, and world_size, speaks, and threads (CPU threads for this process).
     Raises:
@@ -48,15 +47,14 @@ def parse_args(argv=None, world_size=1, local_world_size=1, speaks=True):
         parser.print_help = lambda file=None: None
     parser.parse_args(argv, args)
 
-    if world_size == 0:
+    if local_world_size == 0:
+        args.speaks = True
         refuse(args, f"start this script with torchrun: torchrun --standalone --nproc_per_node=2 {parser.prog}")
     if world_size is None:
         world_size = local_world_size = args.nproc
     args.world_size = world_size
     _check_processes(args, local_world_size)
-    if "nproc" in args:  # the processes to come would all find the same fault; find it before they start
-        load_data(args)
-        read_checkpoint(args)
+    check_path(args)
     return args
 
 
@@ -80,7 +78,7 @@ def _check_processes(args, local_world_size):
     chosen = os.environ.get("OMP_NUM_THREADS", "")
     if chosen == "1" and local_world_size > 1 and "nproc" not in args:
         chosen = ""  # torchrun sets it to 1 where nobody chose, which would leave most cores idle
-    args.threads = int(chosen) if chosen.isdigit() else max(1, cores // local_world_size)
+    args.threads = int(chosen) if chosen.isdigit() and int(chosen) else max(1, cores // local_world_size)
 
 
 def _number(kind, least):

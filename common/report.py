@@ -1,6 +1,4 @@
-"""What a run prints, by one process: a line at the start, and a line an epoch. It also ends a run that cannot go on."""
-
-import math
+"""What a run prints: a line at the start, and a line an epoch; and what ends a run that cannot go on."""
 
 import torch
 
@@ -8,7 +6,7 @@ from common.errors import refuse
 
 
 def describe(args, first_epoch, device, model, train_set, test_set):
-    """Print what is trained on what, and from where it goes on.
+    """Print what is trained on what, and from where it goes on, if args.speaks.
 
     Args:
         first_epoch (int): epochs that are already finished.
@@ -17,6 +15,8 @@ def describe(args, first_epoch, device, model, train_set, test_set):
     """
     if args.batch_size > len(train_set):
         refuse(args, f"--batch-size {args.batch_size} is more than the {len(train_set)} training images")
+    if not args.speaks:
+        return
     threads = torch.get_num_threads()
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU with {_count(threads, 'thread')}"
     print(
@@ -31,19 +31,28 @@ def describe(args, first_epoch, device, model, train_set, test_set):
         print(f"going on from {args.checkpoint} after epoch {first_epoch}", flush=True)
 
 
+def check_loss(args, epoch, metrics):
+    """End the run, before it is saved, if the loss is infinite or not a number.
+
+    Args:
+        epoch (int): counted from 0.
+        metrics (Tensor): as for report().
+    Raises:
+        SystemExit: the loss is not finite.
+    """
+    if not metrics[0].isfinite():
+        refuse(args, f"the loss of epoch {epoch + 1} is {metrics[0].item()}; try an --lr below {args.lr:g}")
+
+
 def report(args, epoch, metrics, seconds):
     """Print the line of an epoch.
 
     Args:
         epoch (int): counted from 0.
         metrics (Tensor): sum of the losses, training images, correct test images, test images, of all processes.
-        seconds (float): what the epoch took, training and evaluation.
-    Raises:
-        SystemExit: the loss is infinite or not a number.
+        seconds (float): what the epoch took, training and evaluation; images/s are training images in that time.
     """
     loss_sum, images, correct, tested = metrics.tolist()
-    if not math.isfinite(loss_sum):
-        refuse(args, f"the loss of epoch {epoch + 1} is {loss_sum}; try an --lr below {args.lr:g}")
     print(
         f"epoch {epoch + 1:{len(str(args.epochs))}}/{args.epochs}  loss {loss_sum / images:.6f}  "
         f"test accuracy {correct / tested:.2%}  {images / seconds:,.0f} images/s  "

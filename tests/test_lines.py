@@ -25,7 +25,7 @@ def metrics(result):
     return [record["metrics"] for record in result.seen[0] if record["what"] == "report"]
 
 
-# Without this every process would use GPU 0, or all the cores.
+# Without its own device and threads each process would use GPU 0, or all the cores of the CPU.
 
 
 def test_each_process_takes_its_share_of_the_cores(tmp_path):
@@ -35,7 +35,7 @@ def test_each_process_takes_its_share_of_the_cores(tmp_path):
         assert [record["threads"] for rank in ranks for record in rank if record["what"] == "threads"] == [threads] * 2
 
 
-# Without a store that listens already two runs could fight for a port before their processes meet.
+# Without a port that is already open two runs that start together could choose the same one.
 
 
 def test_twenty_runs_can_start_at_the_same_moment(tmp_path):
@@ -70,7 +70,7 @@ def test_without_a_group_nothing_can_be_exchanged(script, tmp_path):
     assert result.status == 1 and "process group has not been initialized" in result.stderr
 
 
-# Without this every process would train and test on all the images.
+# Without these shares every process would take every image, and the global batch would grow N times.
 
 
 def test_the_shares_of_a_step_are_disjoint_and_make_the_batch_of_one_device(tmp_path):
@@ -90,6 +90,11 @@ def test_without_the_distributed_sampler_every_process_trains_on_the_same_images
     from_all = "torch.utils.data.RandomSampler(train_set, generator=torch.Generator().manual_seed(0))"
     shares = batches(run(tmp_path, (SAMPLER, from_all), (SET_EPOCH, "")))
     assert shares[0] == shares[1]
+
+
+def test_without_the_division_a_step_takes_the_batch_of_one_device_from_every_process(tmp_path):
+    for edits, share in ([], 24), ([("args.batch_size // args.world_size", "args.batch_size")], 48):
+        assert {len(batch) for rank in batches(run(tmp_path, *edits)) for batch in rank} == {share}
 
 
 def test_without_drop_last_the_sampler_repeats_images_to_fill_up_the_shares(tmp_path):
@@ -138,17 +143,18 @@ def test_without_its_own_part_of_the_test_images_each_process_counts_all(tmp_pat
         assert [epoch[3] for epoch in metrics(run(tmp_path, *edits))] == [counted]
 
 
-# Without this every process would introduce the run.
+# Without this every process would print the opening line, and the same error.
 
 
-def test_without_the_first_rank_condition_every_process_introduces_the_run(tmp_path):
-    condition = ("    if rank == 0:\n        describe(", "    if True:\n        describe(")
-    for edits, lines in ([], 1), ([condition], 2):
-        assert run(tmp_path, *edits).stdout.count("2 processes on CPU") == lines
+def test_one_process_introduces_the_run_and_without_the_line_all_do(tmp_path):
+    lines = {"ddp_mp_spawn.py": "args.speaks = rank == 0", "ddp_torchrun.py": 'speaks=os.environ.get("RANK", "0") == "0"'}
+    for script, line in lines.items():
+        for edits, times in ([], 1), ([(line, line.split("=")[0] + "=True")], 2):
+            assert run(tmp_path, *edits, script=script).stdout.count("2 processes on CPU") == times
 
 
 # Without this no gradients would be averaged, and the replicas would drift apart.
-# Without the wrapper in the call the backward pass would exchange nothing.
+# Without calling the wrapper backward() would average no gradients.
 
 
 @pytest.mark.parametrize("script", ["ddp_mp_spawn.py", "ddp_torchrun.py"])
@@ -165,7 +171,7 @@ def test_the_wrapper_gives_every_process_the_weights_of_rank_0_however_they_were
     assert first == second == weights(run(tmp_path))[0]
 
 
-# Without this every epoch would deal the same cards to the same ranks.
+# Without this every epoch would take the images in the same order.
 
 
 def test_without_set_epoch_the_order_repeats(tmp_path):
@@ -174,7 +180,7 @@ def test_without_set_epoch_the_order_repeats(tmp_path):
             assert (share[:STEPS] == share[STEPS:]) == repeats
 
 
-# Without this rank 0 would report its own share as the result.
+# Without this sum rank 0 would report the loss and accuracy of its own share.
 
 
 def test_without_all_reduce_rank_0_reports_its_own_share(tmp_path):
@@ -182,7 +188,7 @@ def test_without_all_reduce_rank_0_reports_its_own_share(tmp_path):
         assert [epoch[1::2] for epoch in metrics(run(tmp_path, *edits))] == [[images, tested]]
 
 
-# Without this every process would print, and write the same file.
+# Without this condition every process would print the line, and write the same file.
 
 
 def test_without_the_condition_every_process_prints_and_saves(tmp_path):
@@ -192,7 +198,7 @@ def test_without_the_condition_every_process_prints_and_saves(tmp_path):
         assert result.stdout.count("epoch 1/1") == result.stdout.count("not saved") == times
 
 
-# Without this NCCL would warn at exit that its group was never closed.
+# Without this NCCL would warn at exit, and gloo's threads would outlive the training.
 
 
 def test_without_destroy_process_group_the_group_outlives_the_training(tmp_path):
