@@ -1,72 +1,77 @@
 """The checkpoint: one file for all scripts and any number of processes, replaced as a whole or not at all."""
 
+import io
 import os
+import weakref
+import zipfile
+from pathlib import Path
 
 import torch
+from filelock import FileLock, Timeout
 
 from common.errors import refuse
 
 SETTINGS = ("dataset", "model", "batch_size", "lr", "seed")  # a change of these would silently train something else
 
 
-def check_path(args):
-    """See before the first step whether --checkpoint can be written.
-
-    Raises:
-        SystemExit: it is a folder, its folder does not exist, or one of them gives no permission.
-    """
-    path = args.checkpoint
-    if path is None:
-        return
-    if path.is_dir():
-        refuse(args, f"--checkpoint {path} is a folder; name a file in it, such as {path / 'model.pt'}")
-    if not path.parent.is_dir():
-        refuse(args, f"--checkpoint {path} has no folder; make it first: mkdir -p {path.parent}")
-    if not os.access(path.parent, os.W_OK | os.X_OK) or path.exists() and not os.access(path, os.R_OK):
-        refuse(args, f"--checkpoint {path} cannot be written or read by this user; choose another folder")
-
-
 def load_checkpoint(args, model, optimizer):
-    """Read --checkpoint into model and optimizer, if the file exists.
+    """Read --checkpoint into model and optimizer, if the file exists, and keep other runs from writing it.
 
     Returns:
         int: the epochs that the file has finished; 0 without a file.
     Raises:
-        SystemExit: see read_checkpoint().
+        SystemExit: the file is damaged or no checkpoint of these scripts, its settings or its model are others, or
+            another run is writing it.
     """
-    state = read_checkpoint(args)
-    if state is None:
+    if args.checkpoint is None:
         return 0
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    return state["epoch"]
+    before = _stamp(args.checkpoint)
+    epoch = _load(args, model, optimizer) if before else 0
+    if args.speaks:  # the process that writes; its lock ends with it, however it ends
+        args.lock = FileLock(args.checkpoint.with_name(f".{args.checkpoint.name}.lock"), timeout=5)
+        try:
+            args.lock.acquire()
+            weakref.finalize(args, Path(args.lock.lock_file).unlink, missing_ok=True)
+        except Timeout:
+            before = None, None
+        if _stamp(args.checkpoint) != before:
+            refuse(args, f"another run is writing {args.checkpoint}; wait for it, end it, or use another --checkpoint")
+    return epoch
 
 
-def read_checkpoint(args):
-    """Read --checkpoint into the CPU's memory.
+def _stamp(path):
+    """What changes when the file is replaced; None without a file."""
+    return (path.stat().st_ino, path.stat().st_mtime_ns) if path.exists() else None
 
-    Returns:
-        dict: model, optimizer (state dicts), epoch (int: finished), settings; None without a file.
-    Raises:
-        SystemExit: the file is not a checkpoint of these scripts, or was made with other settings.
-    """
-    if args.checkpoint is None or not args.checkpoint.exists():
-        return None
+
+def _load(args, model, optimizer):
     try:
-        state = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
+        state = _read(args.checkpoint)
         settings = {name: state["settings"][name] for name in SETTINGS}
     except Exception as error:
-        reason = type(error).__name__
-        refuse(args, f"{args.checkpoint} is not a checkpoint of these scripts ({reason}); choose another --checkpoint")
-    for name in SETTINGS:
-        if settings[name] != getattr(args, name):
-            option = "--" + name.replace("_", "-")
-            refuse(
-                args,
-                f"{args.checkpoint} was made with {option} {settings[name]}, not {getattr(args, name)}; "
-                f"use {option} {settings[name]}, or another --checkpoint",
-            )
-    return state
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        refuse(args, f"{args.checkpoint} is damaged or not a checkpoint of these scripts ({reason}); move it away")
+    for name, value in settings.items():
+        if value != getattr(args, name):
+            option = f"--{name.replace('_', '-')}"
+            way_out = f"use {option} {value}, or another --checkpoint"
+            refuse(args, f"{args.checkpoint} was made with {option} {value}, not {getattr(args, name)}; {way_out}")
+    try:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        return int(state["epoch"])
+    except Exception as error:
+        refuse(args, f"{args.checkpoint} does not fit this model ({type(error).__name__}); use another --checkpoint")
+
+
+def _read(path):
+    """A checkpoint in the CPU's memory; an exception if a bit of it is wrong, or if it holds more than plain data."""
+    data = path.read_bytes()
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        damaged = archive.testzip()  # torch.load does not compare the checksums that its format holds
+    if damaged:
+        raise ValueError(f"wrong checksum of {damaged}")
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 def save_checkpoint(args, model, optimizer, epoch):
@@ -74,6 +79,8 @@ def save_checkpoint(args, model, optimizer, epoch):
 
     Args:
         epoch (int): the epoch just finished, counted from 0.
+    Raises:
+        SystemExit: it cannot be written; the checkpoint before it is left as it was.
     """
     if args.checkpoint is not None:
         state = {
@@ -82,11 +89,16 @@ def save_checkpoint(args, model, optimizer, epoch):
             "epoch": epoch + 1,
             "settings": {name: getattr(args, name) for name in SETTINGS},
         }
-        temporary = args.checkpoint.with_name(args.checkpoint.name + ".tmp")
-        with open(temporary, "wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, args.checkpoint)
+        temporary = args.checkpoint.with_name(f".{args.checkpoint.name}.tmp")  # one name, so that they cannot pile up
+        try:
+            with open(temporary, "wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, args.checkpoint)
+        except (OSError, RuntimeError) as error:
+            temporary.unlink(missing_ok=True)
+            refuse(args, f"epoch {epoch + 1} cannot be saved in {args.checkpoint} ({error}); it is as it was before")
     if epoch + 1 == args.epochs:
-        print(f"saved in {args.checkpoint}" if args.checkpoint else "not saved; --checkpoint PATH saves the model", flush=True)
+        where = f"saved in {args.checkpoint}" if args.checkpoint else "not saved; --checkpoint PATH saves the model"
+        print(where, flush=True)

@@ -69,26 +69,29 @@ def _load_digits():
 def _load_torchvision(args):
     """Fashion-MNIST or CIFAR-10 from --data-root, downloaded at first use by one process while the others wait."""
     from torchvision import datasets
-    from torchvision.datasets.utils import extract_archive
 
     kind, folder, files = {
         "fashion-mnist": (datasets.FashionMNIST, "FashionMNIST/raw", "{train,t10k}-{images-idx3,labels-idx1}-ubyte.gz"),
         "cifar10": (datasets.CIFAR10, "cifar-10-batches-py", "data_batch_1 to 5, test_batch and batches.meta"),
     }[args.dataset]
-    folder = args.data_root / folder
+    folder, lock = args.data_root / folder, args.data_root / f".{args.dataset}.lock"
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
     timeout = socket.getdefaulttimeout()
     try:
         args.data_root.mkdir(parents=True, exist_ok=True)
         writable = os.access(args.data_root, os.W_OK)
-        with FileLock(args.data_root / f".{args.dataset}.lock") if writable else contextlib.nullcontext():
-            for archive in folder.glob("*.gz"):
-                if not archive.with_suffix("").exists():
-                    extract_archive(str(archive))
+        with FileLock(lock) if writable else contextlib.nullcontext():
+            archives = [path for path in folder.glob("*.gz") if not path.with_suffix("").exists()]
+            for path, data in [(path, gzip.decompress(path.read_bytes())) for path in archives]:
+                path.with_suffix("").write_bytes(data)
             socket.setdefaulttimeout(60)  # seconds; the download sets none, and would wait for ever
             parts = [kind(args.data_root, train=train, download=True) for train in (True, False)]
         return [_from_torchvision(part) for part in parts]
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        reason = f"{type(error).__name__}: {error}"
+        for remove in [lock.unlink, *(path.rmdir for path in missing)]:  # what this made; rmdir only if it is empty
+            with contextlib.suppress(OSError):
+                remove()
     finally:
         socket.setdefaulttimeout(timeout)
     refuse(
@@ -100,5 +103,5 @@ def _load_torchvision(args):
 
 def _from_torchvision(dataset):
     images = torch.as_tensor(dataset.data)
-    images = images.unsqueeze(1) if images.dim() == 3 else images.permute(0, 3, 1, 2).contiguous()
+    images = images.unsqueeze(1) if images.dim() == 3 else images.permute(0, 3, 1, 2)
     return ImageSet(images, torch.as_tensor(dataset.targets))

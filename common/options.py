@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from common.checkpoint import check_path
 from common.errors import refuse
 
 
@@ -54,7 +53,7 @@ def parse_args(argv=None, world_size=1, local_world_size=1, speaks=True):
         world_size = local_world_size = args.nproc
     args.world_size = world_size
     _check_processes(args, local_world_size)
-    check_path(args)
+    _check_path(args)
     return args
 
 
@@ -79,6 +78,19 @@ def _check_processes(args, local_world_size):
     if chosen == "1" and local_world_size > 1 and "nproc" not in args:
         chosen = ""  # torchrun sets it to 1 where nobody chose, which would leave most cores idle
     args.threads = int(chosen) if chosen.isdigit() and int(chosen) else max(1, cores // local_world_size)
+
+
+def _check_path(args):
+    """Refuse a --checkpoint that could not be written after the first epoch."""
+    path = args.checkpoint
+    if path is None:
+        return
+    if path.is_dir():
+        refuse(args, f"--checkpoint {path} is a folder; name a file in it, such as {path / 'model.pt'}")
+    if not path.parent.is_dir():
+        refuse(args, f"--checkpoint {path} has no folder; make it first: mkdir -p {path.parent}")
+    if not os.access(path.parent, os.W_OK | os.X_OK) or path.exists() and not os.access(path, os.R_OK):
+        refuse(args, f"--checkpoint {path} cannot be written or read by this user; choose another folder")
 
 
 def _number(kind, least):

@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 import traceback
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -205,8 +206,11 @@ def _take_notes(script, folder):
     training = []  # the length of the training set tells its batches from those of the test set
 
     def noted_train(*args):
-        train(*args)
-        _note(folder, what="threads", threads=torch.get_num_threads())
+        try:
+            train(*args)
+            _note(folder, what="threads", threads=torch.get_num_threads())
+        finally:
+            weakref.finalize._exitfunc()  # which a process that was forked would leave out
 
     def noted_count(model, loader, device):
         parameters = b"".join(p.detach().numpy().tobytes() for p in model.state_dict().values())

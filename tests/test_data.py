@@ -241,7 +241,7 @@ def test_a_data_root_that_cannot_be_written_to_is_enough_when_the_files_are_ther
     write_fashion(tmp_path / "FashionMNIST/raw")
     before = contents(tmp_path)
     tmp_path.chmod(0o555)
-    process = context.Process(target=_load_as_nobody, args=(tmp_path,))
+    process = context.Process(target=_load_as_nobody, args=(tmp_path,), daemon=True)
     process.start()
     process.join(60)
     assert process.exitcode == 0

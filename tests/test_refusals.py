@@ -174,8 +174,8 @@ def test_a_file_that_is_no_checkpoint_is_refused(tmp_path, saved, script, kind):
     (tmp_path / "checkpoint").mkdir()
     OTHER_FILES[kind](tmp_path / "checkpoint/model.pt", saved)
     line = refusal_of_file(tmp_path, script)
-    assert line.startswith("is not a checkpoint of these scripts (")
-    assert line.endswith("); choose another --checkpoint")
+    assert line.startswith("is damaged or not a checkpoint of these scripts (")
+    assert line.endswith("); move it away")
 
 
 @every_script
