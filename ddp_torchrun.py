@@ -8,6 +8,7 @@ import torch.distributed as dist
 # Without this import before the group is made, gloo's threads would outlive it and could crash the exit.
 import torch.distributed.nn
 import torch.nn.functional as F
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -19,6 +20,8 @@ from common.options import parse_args
 from common.report import check_loss, describe, report
 
 
+# Without this torchrun's report would not show the error of the process that failed first.
+@record
 def main(argv=None):
     # Without torchrun's variables no process would know how many others run, here and in all.
     world_size, local_world_size = int(os.environ.get("WORLD_SIZE", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 0))
@@ -27,15 +30,18 @@ def main(argv=None):
 
 
 def train(args):
-    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    local_rank = int(os.environ["LOCAL_RANK"])
     # Without its own device and threads each process would use GPU 0, or all the cores of the CPU.
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.set_num_threads(args.threads)
+    # Without a store of its own a restarted group would find the addresses of the processes that died.
+    store, rank, _ = next(dist.rendezvous("env://"))
+    store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     # Without a group no process could reach another.
-    dist.init_process_group(backend, device_id=device_id)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=args.world_size, device_id=device_id)
 
     torch.manual_seed(args.seed)
     train_set, test_set = load_data(args)

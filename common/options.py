@@ -85,11 +85,11 @@ def _check_path(args):
     path = args.checkpoint
     if path is None:
         return
-    if path.is_dir():
+    if os.path.isdir(path):
         refuse(args, f"--checkpoint {path} is a folder; name a file in it, such as {path / 'model.pt'}")
-    if not path.parent.is_dir():
+    if not os.path.isdir(path.parent):
         refuse(args, f"--checkpoint {path} has no folder; make it first: mkdir -p {path.parent}")
-    if not os.access(path.parent, os.W_OK | os.X_OK) or path.exists() and not os.access(path, os.R_OK):
+    if not os.access(path.parent, os.W_OK | os.X_OK) or os.path.exists(path) and not os.access(path, os.R_OK):
         refuse(args, f"--checkpoint {path} cannot be written or read by this user; choose another folder")
 
 

@@ -105,7 +105,7 @@ def test_the_baseline_has_no_comment_and_a_ddp_script_says_above_each_change_wha
             assert lines[number + 1].strip() and not lines[number + 1].lstrip().startswith("#"), "one line above code"
             assert lines[number + 1].rstrip() not in code(SINGLE), f"{script}: {line.strip()} stands above a change"
         assert not any(re.search(r"\S.*\s#\s", line) for line in lines), "no comment stands behind code"
-    assert counted == {SINGLE: 0, SPAWN: 12, TORCHRUN: 11}
+    assert counted == {SINGLE: 0, SPAWN: 12, TORCHRUN: 13}
 
 
 def test_the_wrapped_model_is_called_on_one_line_and_used_nowhere_else():

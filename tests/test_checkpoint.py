@@ -1,0 +1,244 @@
+"""--checkpoint: what is in the file, what is refused, and that nothing is lost, whatever happens while it is written."""
+
+import os
+import random
+import resource
+import tempfile
+
+import pytest
+import torch
+
+from common.checkpoint import load_checkpoint, save_checkpoint
+from common.data import load_data
+from common.model import build_model
+from common.options import parse_args
+from tests.processes import SCRIPTS, context, edited, losses, run_script, run_scripts, weights
+
+every_script = pytest.mark.parametrize("script", SCRIPTS)
+
+
+def parts(path, *options):
+    """What the scripts give to load_checkpoint and save_checkpoint."""
+    args = parse_args(["--checkpoint", str(path), *map(str, options)])
+    torch.manual_seed(args.seed)
+    model = build_model(args, load_data(args)[0])
+    return args, model, torch.optim.SGD(model.parameters(), args.lr, momentum=0.9)
+
+
+def trained(tmp_path, script="single_gpu.py", epochs=2, nproc=2, **options):
+    result = run_script(
+        tmp_path, script, "--epochs", epochs, "--checkpoint", tmp_path / "model.pt", nproc=nproc, **options
+    )
+    assert result.status == 0, result.stderr
+    return result
+
+
+@every_script
+def test_the_file_holds_plain_weights_the_optimizer_the_epoch_and_the_settings(script, tmp_path):
+    trained(tmp_path, script)
+    state = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert set(state) == {"model", "optimizer", "epoch", "settings"}
+    assert state["epoch"] == 2
+    assert state["settings"] == {"dataset": "digits", "model": "cnn", "batch_size": 48, "lr": 0.02, "seed": 0}
+    args, model, optimizer = parts(tmp_path / "other.pt")
+    assert list(state["model"]) == list(model.state_dict())
+    assert all(buffers["momentum_buffer"].abs().sum() > 0 for buffers in state["optimizer"]["state"].values())
+
+
+@every_script
+def test_only_one_process_writes(script, tmp_path):
+    count = "        save_checkpoint(args, model, optimizer, epoch)\n"
+    if script == "single_gpu.py":
+        edit = (count, count + '        print("written by", 0, flush=True)\n')
+    else:
+        edit = ("    " + count, "    " + count + '            print("written by", rank, flush=True)\n')
+    result = trained(tmp_path, edited(tmp_path, script, edit))
+    assert result.stdout.count("written by 0") == result.stdout.count("written by") == 2
+
+
+@every_script
+def test_a_finished_run_says_so_and_changes_nothing(script, tmp_path):
+    trained(tmp_path, script)
+    before = (tmp_path / "model.pt").stat()
+    again = trained(tmp_path, script)
+    assert "has 2 epochs already" in again.stdout and losses(again) == []
+    after = (tmp_path / "model.pt").stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+def test_without_the_state_of_the_optimizer_a_resumed_run_ends_elsewhere(tmp_path):
+    """The momentum counts; that a resumed run ends with equal bits is proved in test_exactness.py."""
+    whole = trained(tmp_path, epochs=2)
+    (tmp_path / "model.pt").unlink()
+    trained(tmp_path, epochs=1)
+    state = torch.load(tmp_path / "model.pt", weights_only=True)
+    state["optimizer"]["state"] = {}
+    torch.save(state, tmp_path / "model.pt")
+    assert weights(trained(tmp_path, epochs=2))[0][-1] != weights(whole)[0][-1]
+
+
+# Files that are not right
+
+
+def outcome(path):
+    """Load a file as the scripts do: the epoch and the weights, or the line of the refusal."""
+    args, model, optimizer = parts(path)
+    args.speaks = False  # no lock is needed here
+    try:
+        return load_checkpoint(args, model, optimizer), model.state_dict()
+    except SystemExit as refused:
+        assert refused.code == 2
+        return None
+
+
+def test_no_truncated_file_and_no_flipped_bit_goes_unnoticed(tmp_path, monkeypatch):
+    """200 of each: a refusal in one line, or the very weights that were saved; the file stays as it is."""
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    path = tmp_path / "model.pt"
+    save_checkpoint(*parts(path), epoch=0)
+    whole, weights_saved = path.read_bytes(), outcome(path)[1]
+    chance = random.Random(0)
+    damaged = [whole[: chance.randrange(len(whole))] for _ in range(200)]
+    for _ in range(200):
+        place, bit = chance.randrange(len(whole)), chance.randrange(8)
+        damaged.append(whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :])
+    refused = 0
+    for data in damaged:
+        path.write_bytes(data)
+        result = outcome(path)
+        assert path.read_bytes() == data
+        if result is None:
+            refused += 1
+        else:
+            assert result[0] == 1
+            assert all(torch.equal(result[1][name], weight) for name, weight in weights_saved.items())
+    assert len(damaged) == 400 and refused > 350
+
+
+def test_torch_load_alone_takes_flipped_bits_for_weights(tmp_path):
+    """Why the checksums are compared: torch.load does not."""
+    path = tmp_path / "model.pt"
+    save_checkpoint(*parts(path), epoch=0)
+    whole = path.read_bytes()
+    place = len(whole) // 2
+    path.write_bytes(whole[:place] + bytes([whole[place] ^ 64]) + whole[place + 1 :])
+    torch.load(path, weights_only=True)
+    assert outcome(path) is None
+
+
+def test_a_model_of_another_shape_is_refused_though_the_settings_are_the_same(tmp_path, capsys):
+    path = tmp_path / "model.pt"
+    save_checkpoint(*parts(path), epoch=0)
+    state = torch.load(path, weights_only=True)
+    for name in "model", "optimizer", "epoch":
+        torch.save({key: value for key, value in state.items() if key != name}, path)
+        with pytest.raises(SystemExit):
+            load_checkpoint(*parts(path))
+        assert "does not fit this model (KeyError)" in capsys.readouterr().err
+    torch.save(state | {"model": dict(list(state["model"].items())[1:])}, path)
+    with pytest.raises(SystemExit):
+        load_checkpoint(*parts(path))
+    assert "does not fit this model (RuntimeError)" in capsys.readouterr().err
+
+
+def test_a_path_that_cannot_be_written_is_refused_before_the_first_step(tmp_path, capsys):
+    for path, fact in ((tmp_path, "is a folder"), (tmp_path / "missing/model.pt", "has no folder")):
+        with pytest.raises(SystemExit) as refused:
+            parse_args(["--checkpoint", str(path)])
+        assert refused.value.code == 2 and fact in capsys.readouterr().err
+    with tempfile.TemporaryDirectory() as locked:
+        os.chmod(locked, 0o555)
+        for path in f"{locked}/model.pt", tmp_path / "model.pt":  # tmp_path is its owner's alone
+            process = context.Process(target=parse_as_nobody, args=(str(path),))
+            process.start()
+            process.join(60)
+            assert process.exitcode == 2
+
+
+def parse_as_nobody(path):
+    if os.geteuid() == 0:  # who may write everywhere
+        os.setuid(65534)
+    parse_args(["--checkpoint", path])
+
+
+# While it is written
+
+
+@pytest.mark.parametrize("moment", ["torch.save(state, file)", "os.replace(temporary, args.checkpoint)"])
+@pytest.mark.parametrize("side", ["before", "after"])
+def test_a_process_that_is_killed_while_it_saves_leaves_a_whole_checkpoint(moment, side, tmp_path, monkeypatch):
+    """Killed in the second save, beside a call that writes; the run then ends as if nothing had happened."""
+    whole = trained(tmp_path, epochs=3)
+    (tmp_path / "model.pt").unlink()
+    script = edited(tmp_path, "single_gpu.py", ("import time\n", f"import time\n{DEADLY.format(moment, side)}"))
+    result = run_script(tmp_path, script, "--epochs", 3, "--checkpoint", tmp_path / "model.pt")
+    assert result.status == -9
+    saved = 2 if (moment, side) == ("os.replace(temporary, args.checkpoint)", "after") else 1
+    assert torch.load(tmp_path / "model.pt", weights_only=True)["epoch"] == saved
+    rest = trained(tmp_path, epochs=3)
+    assert len(losses(rest)) == 3 - saved
+    assert weights(rest)[0][-1] == weights(whole)[0][-1]
+    left = {path.name for path in tmp_path.iterdir() if path.is_file()} - {"single_gpu.py"}
+    assert left == {"model.pt"}, "and nothing piles up"
+
+
+DEADLY = """
+import os, signal
+import torch
+def deadly(moment, side):
+    owner, name = (torch, "save") if "save" in moment else (os, "replace")
+    call, calls = getattr(owner, name), []
+    def counted(*args):
+        calls.append(1)
+        if len(calls) == 2 and side == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        call(*args)
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+    setattr(owner, name, counted)
+deadly("{}", "{}")
+"""
+
+
+def save_with_little_room(path):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))  # bytes, as on a disk that is nearly full
+    save_checkpoint(*parts(path), epoch=1)
+
+
+def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(tmp_path):
+    path = tmp_path / "model.pt"
+    save_checkpoint(*parts(path), epoch=0)
+    before = path.read_bytes()
+    process = context.Process(target=save_with_little_room, args=(path,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 2
+    assert path.read_bytes() == before and [file.name for file in tmp_path.iterdir()] == ["model.pt"]
+
+
+def test_of_two_runs_with_one_checkpoint_the_second_is_refused(tmp_path):
+    slow = "        save_checkpoint(args, model, optimizer, epoch)\n"
+    script = edited(tmp_path, "single_gpu.py", (slow, slow + "        time.sleep(8)\n"))
+    options = ["--epochs", 2, "--checkpoint", tmp_path / "model.pt"]
+    both = run_scripts([(tmp_path, script, *options), (tmp_path, script, *options)])
+    assert sorted(result.status for result in both) == [0, 2]
+    [refused] = [result for result in both if result.status == 2]
+    assert refused.stderr.startswith("another run is writing") and len(refused.stderr.splitlines()) == 1
+    assert torch.load(tmp_path / "model.pt", weights_only=True)["epoch"] == 2
+
+
+def test_runs_with_checkpoints_of_their_own_do_not_disturb_each_other(tmp_path):
+    runs = run_scripts(
+        [(tmp_path, script, "--epochs", 1, "--checkpoint", tmp_path / f"{script}.pt") for script in SCRIPTS], nproc=2
+    )
+    assert [result.status for result in runs] == [0, 0, 0]
+    assert len({round(losses(result)[0], 4) for result in runs}) == 1
+
+
+def test_a_loss_that_is_not_finite_leaves_the_last_good_checkpoint(tmp_path):
+    for script in SCRIPTS:
+        path = tmp_path / f"{script}.pt"
+        fault = ("        check_loss(", "        metrics[0] += 0 if epoch < 1 else float('nan')\n        check_loss(")
+        result = run_script(tmp_path, edited(tmp_path, script, fault), "--epochs", 3, "--checkpoint", path, nproc=2)
+        assert result.status == 2 and result.stderr == "the loss of epoch 2 is nan; try an --lr below 0.02\n"
+        assert torch.load(path, weights_only=True)["epoch"] == 1

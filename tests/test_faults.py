@@ -1,0 +1,175 @@
+"""Processes that die, and runs that are ended: nothing hangs, nothing is left, nothing is lost."""
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.processes import ROOT
+from tests.test_commands import COMMANDS, EPOCH, TORCHRUN, run
+
+
+def wait_for(condition, seconds):
+    """Whether condition() becomes true in time."""
+    end = time.monotonic() + seconds
+    while not (value := condition()) and time.monotonic() < end:
+        time.sleep(0.02)
+    return value
+
+
+def family(session):
+    """The living processes of a session, and of the sessions that torchrun gives its workers."""
+    found, sessions = {}, {session}
+    for _ in range(3):
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                pid, name, state, parent, group, own = re.match(
+                    r"(\d+) \((.*)\) (\w) (\d+) (\d+) (\d+)", stat.read_text()
+                ).groups()
+                if state != "Z" and (int(own) in sessions or int(parent) in found):
+                    found[int(pid)] = Path(f"/proc/{pid}/cmdline").read_bytes()
+                    sessions.add(int(own))
+    return found
+
+
+@contextlib.contextmanager
+def running(command, folder, *options, ignore_sigint=False):
+    """A run of many epochs that has saved its first; yields it, its checkpoint and the processes that belong to it."""
+    command = [*command, "--epochs", "1000", "--checkpoint", str(folder / "model.pt"), *map(str, options)]
+    if ignore_sigint:  # as a shell does for its background jobs
+        command = ["bash", "-c", 'trap "" INT; exec "$@"', "bash", *command]
+    with open(folder / "log", "w") as log:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, stdout=log, stderr=log,
+            start_new_session=True,
+        )  # fmt: skip
+    members = {}
+    try:
+        assert wait_for(lambda: (folder / "model.pt").exists() or process.poll() is not None, 90)
+        assert process.poll() is None, (folder / "log").read_text()
+        members = family(process.pid)
+        yield process, members
+    finally:
+        for pid in (process.pid, *members):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+
+def gone(members):
+    """Whether all these processes end within ten seconds."""
+
+    def all_gone():
+        living = []
+        for pid in members:
+            with contextlib.suppress(OSError):
+                if ") Z " not in Path(f"/proc/{pid}/stat").read_text():
+                    living.append(pid)
+        return not living
+
+    return wait_for(all_gone, 10)
+
+
+def workers(members, script):
+    """Those that train, without the process that started them."""
+    spawned = b"spawn_main" if script == "ddp_mp_spawn.py" else b"-u\0ddp_torchrun.py"
+    return [pid for pid, line in members.items() if spawned in line]
+
+
+both = pytest.mark.parametrize("script", ["ddp_mp_spawn.py", "ddp_torchrun.py"])
+
+
+@both
+def test_when_a_process_is_killed_the_run_ends_and_nothing_is_left(script, tmp_path):
+    with running(COMMANDS[script], tmp_path) as (process, members):
+        two = workers(members, script)
+        assert len(two) == 2
+        os.kill(two[1], signal.SIGKILL)
+        assert process.wait(40) == 1
+        assert gone(members)
+        assert "SIGKILL" in (tmp_path / "log").read_text()
+    assert torch.load(tmp_path / "model.pt", weights_only=True)["epoch"] >= 1
+
+
+@pytest.mark.parametrize("script", COMMANDS)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_process_that_was_started_ends_all_and_leaves_a_good_checkpoint(script, number, tmp_path):
+    with running(COMMANDS[script], tmp_path) as (process, members):
+        process.send_signal(number)
+        assert process.wait(40) != 0
+        assert gone(members)
+    epoch = torch.load(tmp_path / "model.pt", weights_only=True)["epoch"]
+    again = run(COMMANDS[script], "--epochs", epoch + 1, "--checkpoint", tmp_path / "model.pt")
+    assert again.returncode == 0 and len(re.findall(EPOCH, again.stdout)) == 1
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_the_children_of_a_killed_parent_end_even_where_interrupts_are_ignored(ignored, tmp_path):
+    with running(COMMANDS["ddp_mp_spawn.py"], tmp_path, ignore_sigint=ignored) as (process, members):
+        assert len(workers(members, "ddp_mp_spawn.py")) == 2
+        process.kill()
+        assert gone(members)
+
+
+def test_workers_that_outlive_a_killed_launcher_keep_the_next_run_from_their_checkpoint(tmp_path):
+    with running(TORCHRUN, tmp_path) as (process, members):
+        process.kill()
+        process.wait()
+        next_run = run(COMMANDS["single_gpu.py"], "--checkpoint", tmp_path / "model.pt")
+        living = [pid for pid in workers(members, "ddp_torchrun.py") if Path(f"/proc/{pid}").exists()]
+        assert len(living) == 2, "torchrun's workers live on"
+        assert next_run.returncode == 2 and next_run.stderr.startswith("another run is writing")
+
+
+def test_after_some_kills_the_run_ends_with_the_bits_of_an_untouched_one():
+    result = run([sys.executable, "tests/chaos.py", "--kills", "3"], seconds=300)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("3 kills (1 in start-up, 1 in an epoch, 1 in a save)")
+    assert result.stdout.endswith("equal to the bit\n")
+
+
+def test_of_two_agents_one_is_killed_and_the_other_finishes_with_the_same_result(tmp_path):
+    """--nnodes=1:2 with a c10d rendezvous; the agent that hosts it stays."""
+    untouched = run(COMMANDS["single_gpu.py"], "--epochs", 30)
+    with socket.socket() as reserved:  # bound but not listening: nobody else gets this port, and the agent may
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
+        launch = [*TORCHRUN[:3], "--nnodes=1:2", "--nproc_per_node=1", "--max-restarts=3", "--rdzv_backend=c10d"]
+        launch += [f"--rdzv_endpoint=127.0.0.1:{reserved.getsockname()[1]}", "--rdzv_id=agents"]
+        options = ["ddp_torchrun.py", "--epochs", "30", "--checkpoint", str(tmp_path / "model.pt")]
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        agents, logs = [], [tmp_path / "first", tmp_path / "second"]
+        try:
+            for log, host in zip(logs, (1, 0), strict=True):
+                with open(log, "w") as file:
+                    agents.append(
+                        subprocess.Popen(
+                            [*launch, f"--rdzv_conf=is_host={host},last_call_timeout=5", *options], cwd=ROOT,
+                            env=environment, stdout=file, stderr=file, start_new_session=True,
+                        )
+                    )  # fmt: skip
+            together = wait_for(lambda: "2 processes" in logs[0].read_text() + logs[1].read_text(), 90)
+            assert together, logs[0].read_text() + logs[1].read_text()
+            assert wait_for(lambda: (tmp_path / "model.pt").exists(), 60)
+            for pid in family(agents[1].pid):
+                os.kill(pid, signal.SIGKILL)
+            assert agents[0].wait(100) == 0, logs[0].read_text()
+        finally:
+            for agent in agents:
+                for pid in family(agent.pid):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                agent.wait()
+    printed = dict(re.findall(r"epoch +(\d+)/30  loss ([\d.]+)", logs[0].read_text() + logs[1].read_text()))
+    expected = dict(re.findall(r"epoch +(\d+)/30  loss ([\d.]+)", untouched.stdout))
+    assert "30" in printed
+    for epoch, loss in printed.items():
+        assert float(loss) == pytest.approx(float(expected[epoch]), abs=0.01)
