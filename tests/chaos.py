@@ -28,7 +28,7 @@ SECONDS = 120  # the longest wait for anything; what takes longer hangs
 def command(args, checkpoint):
     """The run: enough epochs that it cannot end before the last kill."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.nproc}"]
-    options = ["--epochs", str(10 + 8 * args.kills), "--batch-size", "240", "--checkpoint", str(checkpoint)]
+    options = ["--epochs", str(8 + 6 * args.kills), "--batch-size", "240", "--checkpoint", str(checkpoint)]
     return [*launch, f"--max-restarts={args.kills}", str(ROOT / "ddp_torchrun.py"), *options]
 
 

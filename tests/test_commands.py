@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from tests.processes import ROOT, edited
+from tests.processes import ROOT, edited, losses, run_script
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "ddp_torchrun.py"]
 COMMANDS = {
@@ -18,6 +18,7 @@ COMMANDS = {
     "ddp_mp_spawn.py": [sys.executable, "ddp_mp_spawn.py"],
     "ddp_torchrun.py": TORCHRUN,
 }
+NN = "import torch.distributed.nn\n"
 EPOCH = r"epoch +\d+/\d+  loss (\d\.\d{6})  test accuracy (\d\d\.\d\d%)  [\d,]+ images/s  eta \d+ s"
 
 
@@ -106,39 +107,31 @@ def test_a_function_defined_on_the_spot_cannot_be_spawned():
     assert result.returncode == 1 and "AttributeError: Can't get attribute 'train' on" in result.stderr
 
 
-def test_variables_left_over_from_another_launcher_do_not_disturb_spawn(printed):
-    stale = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1"}
-    result = run(COMMANDS["ddp_mp_spawn.py"], "--epochs", 2, environment=stale)
-    assert re.findall(EPOCH, result.stdout) == re.findall(EPOCH, printed["ddp_mp_spawn.py"].stdout)
-
-
 def test_when_train_returns_the_threads_of_the_group_are_gone(tmp_path):
     """With the line gone they outlive the run, and abort the process where they meet the interpreter's end."""
     driver = "import os, ddp_torchrun\nddp_torchrun.main(['--epochs', '1'])\n"
     driver += "tasks = [open(f'/proc/self/task/{task}/comm').read() for task in os.listdir('/proc/self/task')]\n"
     driver += "print('threads of the group:', sum('gloo' in name for name in tasks))\n"
-    line = "import torch.distributed.nn\n"
-    for name, threads in (("ddp_torchrun.py", 0), (edited(tmp_path, "ddp_torchrun.py", (line, "")), 3)):
-        folder = (ROOT / name).parent
-        (tmp_path / "driver.py").write_text(f"import sys\nsys.path[:0] = [{str(folder)!r}, {str(ROOT)!r}]\n{driver}")
-        result = run([*TORCHRUN[:-1], str(tmp_path / "driver.py")])
-        counts = [int(line.split()[-1]) for line in result.stdout.splitlines() if "threads of the group" in line]
-        assert counts == [threads] * 2, result.stderr
+    for name, threads in ("ddp_torchrun.py", 0), (edited(tmp_path, "ddp_torchrun.py", (NN, "")), 3):
+        folders = [str((ROOT / name).parent), str(ROOT)]
+        (tmp_path / "driver.py").write_text(f"import sys\nsys.path[:0] = {folders}\n{driver}")
+        result = run([*TORCHRUN[:4], "--nproc_per_node=1", str(tmp_path / "driver.py")])
+        assert result.stdout.splitlines()[-1] == f"threads of the group: {threads}", result.stderr
 
 
-def test_two_agents_of_one_process_give_the_result_of_one_agent_of_two():
+def test_two_agents_of_one_process_give_the_result_of_one_agent_of_two(tmp_path):
     """As on two machines, where each process is the first of its own."""
-    threads = {"OMP_NUM_THREADS": "1"}
-    [together] = run_all([TORCHRUN], "--epochs", 2, environment=threads)
+    together = run_script(tmp_path, "ddp_torchrun.py", "--epochs", 2, nproc=2)
     with socket.socket() as reserved:  # bound but not listening: nobody else gets this port, and the first agent may
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind(("127.0.0.1", 0))
         address = ["--master_addr=127.0.0.1", f"--master_port={reserved.getsockname()[1]}"]
         options = ["--nnodes=2", "--nproc_per_node=1", *address]
         agents = [[*TORCHRUN[:3], *options, f"--node_rank={rank}", TORCHRUN[-1]] for rank in (0, 1)]
-        first, second = run_all(agents, "--epochs", 2, environment=threads)
-    assert [result.returncode for result in (together, first, second)] == [0, 0, 0], first.stderr + second.stderr
-    assert re.findall(EPOCH, first.stdout) == re.findall(EPOCH, together.stdout) != []
+        first, second = run_all(agents, "--epochs", 2, environment={"OMP_NUM_THREADS": "1"})
+    assert [first.returncode, second.returncode] == [0, 0], first.stderr + second.stderr
+    for (loss, _), expected in zip(re.findall(EPOCH, first.stdout), losses(together), strict=True):
+        assert float(loss) == pytest.approx(expected, abs=1e-4)
     assert second.stdout == "", "only rank 0 prints"
 
 

@@ -44,6 +44,14 @@ def test_twenty_runs_can_start_at_the_same_moment(tmp_path):
     assert len({tuple(losses(result)) for result in runs}) == 1
 
 
+def test_variables_left_over_from_another_launcher_do_not_disturb_a_run(tmp_path):
+    stale = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1"}
+    first, second = (
+        run_script(tmp_path, "ddp_mp_spawn.py", "--epochs", 1, nproc=2, environment=variables) for variables in ({}, stale)
+    )
+    assert losses(first) == losses(second) != []
+
+
 def test_with_a_fixed_port_a_second_run_cannot_start(tmp_path):
     with socket.socket() as other_run:
         other_run.bind(("127.0.0.1", 0))
