@@ -61,7 +61,7 @@ def _load(args, model, optimizer):
         optimizer.load_state_dict(state["optimizer"])
         return int(state["epoch"])
     except Exception as error:
-        refuse(args, f"{args.checkpoint} does not fit this model ({type(error).__name__}); use another --checkpoint")
+        refuse(args, f"{args.checkpoint} does not fit this model ({type(error).__name__}: {error}); use another one")
 
 
 def _read(path):

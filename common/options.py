@@ -48,7 +48,8 @@ def parse_args(argv=None, world_size=1, local_world_size=1, speaks=True):
 
     if local_world_size == 0:
         args.speaks = True
-        refuse(args, f"start this script with torchrun: torchrun --standalone --nproc_per_node=2 {parser.prog}")
+        script = parser.prog if parser.prog.endswith(".py") else "ddp_torchrun.py"
+        refuse(args, f"start this script with torchrun: torchrun --standalone --nproc_per_node=2 {script}")
     if world_size is None:
         world_size = local_world_size = args.nproc
     args.world_size = world_size

@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -136,42 +135,3 @@ def test_after_some_kills_the_run_ends_with_the_bits_of_an_untouched_one():
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("3 kills (1 in start-up, 1 in an epoch, 1 in a save)")
     assert result.stdout.endswith("equal to the bit\n")
-
-
-def test_of_two_agents_one_is_killed_and_the_other_finishes_with_the_same_result(tmp_path):
-    """--nnodes=1:2 with a c10d rendezvous; the agent that hosts it stays."""
-    untouched = run_script(tmp_path, "single_gpu.py", "--epochs", 30)
-    with socket.socket() as reserved:  # bound but not listening: nobody else gets this port, and the agent may
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved.bind(("127.0.0.1", 0))
-        launch = [*TORCHRUN[:3], "--nnodes=1:2", "--nproc_per_node=1", "--max-restarts=3", "--rdzv_backend=c10d"]
-        launch += [f"--rdzv_endpoint=127.0.0.1:{reserved.getsockname()[1]}", "--rdzv_id=agents"]
-        options = ["ddp_torchrun.py", "--epochs", "30", "--checkpoint", str(tmp_path / "model.pt")]
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        agents, logs = [], [tmp_path / "first", tmp_path / "second"]
-        try:
-            for log, host in zip(logs, (1, 0), strict=True):
-                with open(log, "w") as file:
-                    agents.append(
-                        subprocess.Popen(
-                            [*launch, f"--rdzv_conf=is_host={host},last_call_timeout=3,keep_alive_interval=1", *options], cwd=ROOT,
-                            env=environment, stdout=file, stderr=file, start_new_session=True,
-                        )
-                    )  # fmt: skip
-            together = wait_for(lambda: "2 processes" in logs[0].read_text() + logs[1].read_text(), 90)
-            assert together, logs[0].read_text() + logs[1].read_text()
-            assert wait_for(lambda: (tmp_path / "model.pt").exists(), 60)
-            for pid in family(agents[1].pid):
-                os.kill(pid, signal.SIGKILL)
-            assert agents[0].wait(100) == 0, logs[0].read_text()
-        finally:
-            for agent in agents:
-                for pid in family(agent.pid):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-                agent.wait()
-    printed = dict(re.findall(r"epoch +(\d+)/30  loss ([\d.]+)", logs[0].read_text() + logs[1].read_text()))
-    expected = dict(re.findall(r"epoch +(\d+)/30  loss ([\d.]+)", untouched.stdout))
-    assert "30" in printed
-    for epoch, loss in printed.items():
-        assert float(loss) == pytest.approx(float(expected[epoch]), abs=0.01)

@@ -88,3 +88,16 @@ def test_each_option_of_the_help_is_in_the_table_with_its_default(folder):
 
 def test_the_readme_is_short():
     assert len(README.splitlines()) <= 400
+
+
+def test_a_script_with_two_lines_replaced_trains_on_other_data(folder):
+    """The two lines of the README, in a copy of the script for torchrun."""
+    [lines] = [text.strip().splitlines() for kind, text in BLOCKS if kind == "python"]
+    source = (ROOT / "ddp_torchrun.py").read_text()
+    for line, name in zip(lines, ("train_set, test_set = load_data(args)", "model = build_model("), strict=True):
+        [old] = [text for text in source.splitlines() if text.strip().startswith(name)]
+        source = source.replace(old, f"    {line}")
+    (folder / "my_train.py").write_text(source)
+    result = run("torchrun --standalone --nproc_per_node=2 my_train.py --epochs 1", folder)
+    assert result.returncode == 0, result.stderr
+    assert "960 training and 960 test images" in result.stdout and "650 parameters" in result.stdout
