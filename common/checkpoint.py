@@ -59,7 +59,9 @@ def _load(args, model, optimizer):
     try:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        return int(state["epoch"])
+        if type(state["epoch"]) is not int or state["epoch"] < 1:
+            raise ValueError(f"epoch {state['epoch']}")
+        return state["epoch"]
     except Exception as error:
         refuse(args, f"{args.checkpoint} does not fit this model ({type(error).__name__}: {error}); use another one")
 

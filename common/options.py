@@ -78,7 +78,7 @@ def _check_processes(args, local_world_size):
     chosen = os.environ.get("OMP_NUM_THREADS", "")
     if chosen == "1" and local_world_size > 1 and "nproc" not in args:
         chosen = ""  # torchrun sets it to 1 where nobody chose, which would leave most cores idle
-    args.threads = int(chosen) if chosen.isdigit() and int(chosen) else max(1, cores // local_world_size)
+    args.threads = int(chosen) if chosen.isdecimal() and 0 < int(chosen) < 2**15 else max(1, cores // local_world_size)
 
 
 def _check_path(args):
@@ -86,6 +86,8 @@ def _check_path(args):
     path = args.checkpoint
     if path is None:
         return
+    if os.path.islink(path):  # what it points to is written and locked, and the link stays
+        args.checkpoint = path = Path(os.path.realpath(path))
     if os.path.isdir(path):
         refuse(args, f"--checkpoint {path} is a folder; name a file in it, such as {path / 'model.pt'}")
     if not os.path.isdir(path.parent):

@@ -7,6 +7,7 @@ import tempfile
 
 import pytest
 import torch
+from filelock import FileLock
 
 from common.checkpoint import load_checkpoint, save_checkpoint
 from common.data import load_data
@@ -83,7 +84,6 @@ def test_without_the_state_of_the_optimizer_a_resumed_run_ends_elsewhere(tmp_pat
 def outcome(path):
     """Load a file as the scripts do: the epoch and the weights, or the line of the refusal."""
     args, model, optimizer = parts(path)
-    args.speaks = False  # no lock is needed here
     try:
         return load_checkpoint(args, model, optimizer), model.state_dict()
     except SystemExit as refused:
@@ -91,9 +91,8 @@ def outcome(path):
         return None
 
 
-def test_no_truncated_file_and_no_flipped_bit_goes_unnoticed(tmp_path, monkeypatch):
+def test_no_truncated_file_and_no_flipped_bit_goes_unnoticed(tmp_path):
     """200 of each: a refusal in one line, or the very weights that were saved; the file stays as it is."""
-    monkeypatch.setattr("time.sleep", lambda seconds: None)
     path = tmp_path / "model.pt"
     save_checkpoint(*parts(path), epoch=0)
     whole, weights_saved = path.read_bytes(), outcome(path)[1]
@@ -135,6 +134,11 @@ def test_a_model_of_another_shape_is_refused_though_the_settings_are_the_same(tm
         with pytest.raises(SystemExit):
             load_checkpoint(*parts(path))
         assert "does not fit this model (KeyError" in capsys.readouterr().err
+    for epoch in -1, "2", 2.5, True:
+        torch.save(state | {"epoch": epoch}, path)
+        with pytest.raises(SystemExit):
+            load_checkpoint(*parts(path))
+    capsys.readouterr()
     torch.save(state | {"model": dict(list(state["model"].items())[1:])}, path)
     with pytest.raises(SystemExit):
         load_checkpoint(*parts(path))
@@ -225,6 +229,29 @@ def test_of_two_runs_with_one_checkpoint_the_second_is_refused(tmp_path):
     [refused] = [result for result in both if result.status == 2]
     assert refused.stderr.startswith("another run is writing") and len(refused.stderr.splitlines()) == 1
     assert torch.load(tmp_path / "model.pt", weights_only=True)["epoch"] == 2
+
+
+def test_a_file_that_another_run_replaces_between_reading_and_locking_is_refused(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "model.pt"
+    save_checkpoint(*parts(path), epoch=0)
+    acquire = FileLock.acquire
+
+    def late(lock):
+        save_checkpoint(*parts(path), epoch=1)  # by a run that ended just now
+        return acquire(lock)
+
+    monkeypatch.setattr(FileLock, "acquire", late)
+    with pytest.raises(SystemExit):
+        load_checkpoint(*parts(path))
+    assert "another run is writing" in capsys.readouterr().err
+
+
+def test_a_symbolic_link_stays_and_what_it_points_to_is_written(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "model.pt").symlink_to(tmp_path / "folder/real.pt")
+    trained(tmp_path, epochs=1)
+    assert (tmp_path / "model.pt").is_symlink()
+    assert torch.load(tmp_path / "folder/real.pt", weights_only=True)["epoch"] == 1
 
 
 def test_runs_with_checkpoints_of_their_own_do_not_disturb_each_other(tmp_path):
