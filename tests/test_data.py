@@ -350,10 +350,10 @@ def contents(folder):
 
 
 def run_without_network(tmp_path, script, address, root, dataset="fashion-mnist"):
-    line = "def main(argv=None):"
-    patch = "from torchvision import datasets\n\n"
-    patch += f"datasets.FashionMNIST.mirrors, datasets.CIFAR10.url = [{address!r}], {address!r}\n\n\n"
-    script = edited(tmp_path, script, (line, patch + line))
+    line = "from common.options import parse_args\n"
+    patch = "from torchvision import datasets\n"
+    patch += f"datasets.FashionMNIST.mirrors, datasets.CIFAR10.url = [{address!r}], {address!r}\n"
+    script = edited(tmp_path, script, (line, line + patch))
     return run_script(tmp_path, script, "--dataset", dataset, "--data-root", root, nproc=2)
 
 

@@ -39,10 +39,10 @@ def refusal(tmp_path, script, *options, nproc=2, first=()):
 
 WHOLE, ABOVE_0 = "whole number from {} up", "number above 0"
 VALUES = [
-    *[("--epochs", text, WHOLE.format(1)) for text in ["0", "-1", "ten", "1.5", "nan", "inf", str(2**63), ""]],
-    *[("--batch-size", text, WHOLE.format(1)) for text in ["0", "-48", "all", "4.8", "nan", "inf", str(10**30)]],
-    *[("--lr", text, ABOVE_0) for text in ["0", "-0.1", "fast", "nan", "inf", "-inf", "1e-999", "1e30"]],
-    *[("--seed", text, WHOLE.format(0)) for text in ["-1", "dice", "0.5", "nan", "inf", str(2**64)]],
+    *[("--epochs", text, WHOLE.format(1)) for text in ["0", "1.5", "nan", ""]],
+    *[("--batch-size", text, WHOLE.format(1)) for text in ["0", "-48", str(10**30)]],
+    *[("--lr", text, ABOVE_0) for text in ["0", "fast", "nan", "inf", "1e30"]],
+    *[("--seed", text, WHOLE.format(0)) for text in ["-1", "dice", str(2**64)]],
 ]
 NAMES = {"--dataset": ["digits", "fashion-mnist", "cifar10"], "--model": ["cnn", "resnet18"]}
 WORDS = {"unknown": ["--fast"], "abbreviated": ["--epoch", "3"], "positional": ["fast"]}
