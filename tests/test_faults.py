@@ -43,6 +43,7 @@ def family(session):
 def running(command, folder, *options, ignore_sigint=False):
     """A run of many epochs that has saved its first; yields it, its checkpoint and the processes that belong to it."""
     command = [*command, "--epochs", "1000", "--checkpoint", str(folder / "model.pt"), *map(str, options)]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # where the tests were started with it ignored
     if ignore_sigint:  # as a shell does for its background jobs
         command = ["bash", "-c", 'trap "" INT; exec "$@"', "bash", *command]
     with open(folder / "log", "w") as log:
