@@ -6,6 +6,7 @@ forks its children where it would start them anew.
 """
 
 import contextlib
+import faulthandler
 import functools
 import hashlib
 import importlib.util
@@ -68,7 +69,7 @@ def run_scripts(commands, nproc=1, float64=False, environment=None, seconds=SECO
             runs.append((folder, [context.Process(target=_script, args=each) for each in arguments]))
         all_processes = [process for _, processes in runs for process in processes]
         with _started(all_processes):
-            return [_result(folder, nproc, _wait(processes, seconds)) for folder, processes in runs]
+            return [_result(folder, nproc, _wait(processes, seconds, folder / "stderr")) for folder, processes in runs]
 
 
 def _result(folder, nproc, status):
@@ -91,7 +92,8 @@ def run_ranks(folder, function, *args, nproc=2, seconds=SECONDS):
         arguments = [(function, rank, nproc, port, args, Path(folder) / f"result{rank}.pt") for rank in range(nproc)]
         processes = [context.Process(target=_rank, args=each) for each in arguments]
         with _started(processes):
-            assert _wait(processes, seconds) == 0, "a rank failed; its traceback is above"
+            stderr = Path(folder) / "stderr"
+            assert _wait(processes, seconds, stderr) == 0, stderr.read_text()
     return [torch.load(Path(folder) / f"result{rank}.pt", weights_only=True) for rank in range(nproc)]
 
 
@@ -164,12 +166,16 @@ def _end(processes):
         process.join()
 
 
-def _wait(processes, seconds):
+def _wait(processes, seconds, stderr):
     """Wait for processes, and end those that are left at the first failure: the first exit status that is not 0."""
     end, left = time.monotonic() + seconds, list(processes)
     while left:
         ready = multiprocessing.connection.wait([process.sentinel for process in left], max(0, end - time.monotonic()))
-        assert ready, f"not finished after {seconds} seconds"
+        if not ready:
+            for process in left:
+                os.killpg(process.pid, signal.SIGUSR1)  # see _lead_group
+            multiprocessing.connection.wait([left[0].sentinel], 2)
+            raise TimeoutError(f"not finished after {seconds} seconds:\n{stderr.read_text()}")
         for process in [process for process in left if process.sentinel in ready]:
             process.join()
             left.remove(process)
@@ -179,17 +185,38 @@ def _wait(processes, seconds):
     return 0
 
 
-def _script(path, argv, environment, float64, folder):
-    """In the process of a run: load the script from its file, note what it does, and call its main."""
+def _lead_group(folder):
+    """Write into the folder what this process and its children print, and on SIGUSR1 where each of them is."""
     os.setpgid(0, 0)
     for number, name in (1, "stdout"), (2, "stderr"):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    faulthandler.register(signal.SIGUSR1, file=2)
+
+
+def _fork(function, args, nprocs):
+    """mp.spawn, but the children are forked, and wait for the last: none is forked while another is at work."""
+    complete = multiprocessing.get_context("fork").Event()
+    arguments = (complete, function, args)
+    children = torch.multiprocessing.start_processes(_child, arguments, nprocs, join=False, start_method="fork")
+    complete.set()
+    while not children.join():
+        pass
+
+
+def _child(rank, complete, function, args):
+    complete.wait()
+    function(rank, *args)
+
+
+def _script(path, argv, environment, float64, folder):
+    """In the process of a run: load the script from its file, note what it does, and call its main."""
+    _lead_group(folder)
     os.environ.update(environment)
     if float64:
         torch.set_default_dtype(torch.float64)
     if "spawn" in path.name:
         torch.set_num_threads(1)  # a process whose OpenMP threads run cannot be forked
-    torch.multiprocessing.spawn = functools.partial(torch.multiprocessing.start_processes, start_method="fork")
+    torch.multiprocessing.spawn = _fork
     spec = importlib.util.spec_from_file_location(path.stem, path)
     script = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
@@ -238,7 +265,7 @@ def _note(folder, **record):
 
 
 def _rank(function, rank, nproc, port, args, path):
-    os.setpgid(0, 0)
+    _lead_group(path.parent)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=nproc)
     try:
