@@ -17,7 +17,7 @@ from common.data import load_data
 from common.evaluation import count_correct
 from common.model import build_model
 from common.options import parse_args
-from common.report import check_loss, describe, report
+from common.report import check_metrics, describe, report
 
 
 # Without this torchrun's report would not show the error of the process that failed first.
@@ -61,7 +61,7 @@ def train(args):
     for epoch in range(first_epoch, args.epochs):
         # Without this every epoch would take the images in the same order.
         sampler.set_epoch(epoch)
-        metrics = torch.zeros(4, dtype=torch.float64, device=device)
+        metrics = torch.tensor([0, 0, 0, 0, epoch], dtype=torch.float64, device=device)
         start = time.perf_counter()
 
         for images, labels in train_loader:
@@ -74,10 +74,10 @@ def train(args):
             metrics[0] += loss.detach() * len(labels)
             metrics[1] += len(labels)
 
-        metrics[2:] = count_correct(model, test_loader, device)
+        metrics[2:4] = count_correct(model, test_loader, device)
         # Without this sum rank 0 would report the loss and accuracy of its own share.
         dist.all_reduce(metrics)
-        check_loss(args, epoch, metrics)
+        check_metrics(args, epoch, metrics)
         seconds = time.perf_counter() - start
         # Without this condition every process would print the line, and write the same file.
         if rank == 0:

@@ -11,7 +11,7 @@ from common.data import load_data
 from common.evaluation import count_correct
 from common.model import build_model
 from common.options import parse_args
-from common.report import check_loss, describe, report
+from common.report import check_metrics, describe, report
 
 
 def main(argv=None):
@@ -36,7 +36,7 @@ def train(args):
 
     for epoch in range(first_epoch, args.epochs):
         sampler.generator.manual_seed(args.seed + epoch)
-        metrics = torch.zeros(4, dtype=torch.float64, device=device)
+        metrics = torch.tensor([0, 0, 0, 0, epoch], dtype=torch.float64, device=device)
         start = time.perf_counter()
 
         for images, labels in train_loader:
@@ -48,8 +48,8 @@ def train(args):
             metrics[0] += loss.detach() * len(labels)
             metrics[1] += len(labels)
 
-        metrics[2:] = count_correct(model, test_loader, device)
-        check_loss(args, epoch, metrics)
+        metrics[2:4] = count_correct(model, test_loader, device)
+        check_metrics(args, epoch, metrics)
         seconds = time.perf_counter() - start
         report(args, epoch, metrics, seconds)
         save_checkpoint(args, model, optimizer, epoch)

@@ -31,15 +31,17 @@ def describe(args, first_epoch, device, model, train_set, test_set):
         print(f"going on from {args.checkpoint} after epoch {first_epoch}", flush=True)
 
 
-def check_loss(args, epoch, metrics):
-    """End the run, before it is saved, if the loss is infinite or not a number.
+def check_metrics(args, epoch, metrics):
+    """End the run, before it is saved, if the loss is not finite or the processes are not in the same epoch.
 
     Args:
         epoch (int): counted from 0.
         metrics (Tensor): as for report().
     Raises:
-        SystemExit: the loss is not finite.
+        SystemExit: one of the two.
     """
+    if metrics[4] != epoch * args.world_size:
+        refuse(args, f"the processes go on from different epochs; all machines must share the file {args.checkpoint}")
     if not metrics[0].isfinite():
         refuse(args, f"the loss of epoch {epoch + 1} is {metrics[0].item()}; try an --lr below {args.lr:g}")
 
@@ -49,10 +51,11 @@ def report(args, epoch, metrics, seconds):
 
     Args:
         epoch (int): counted from 0.
-        metrics (Tensor): sum of the losses, training images, correct test images, test images, of all processes.
+        metrics (Tensor): float64 (5,), each a sum over all processes: losses, training images, correct test images,
+            test images, epoch.
         seconds (float): what the epoch took, training and evaluation; images/s are training images in that time.
     """
-    loss_sum, images, correct, tested = metrics.tolist()
+    loss_sum, images, correct, tested, _ = metrics.tolist()
     print(
         f"epoch {epoch + 1:{len(str(args.epochs))}}/{args.epochs}  loss {loss_sum / images:.6f}  "
         f"test accuracy {correct / tested:.2%}  {images / seconds:,.0f} images/s  "

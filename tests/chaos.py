@@ -112,15 +112,14 @@ def main(argv=None):
     chance, moments, start = random.Random(args.seed), collections.Counter(), time.monotonic()
     with tempfile.TemporaryDirectory() as untouched, tempfile.TemporaryDirectory() as killed:
         untouched, killed = Path(untouched), Path(killed)
-        with started(args, untouched) as (run, _):
-            assert run.wait(60 * SECONDS) == 0, (untouched / "log").read_text()
-        with started(args, killed) as (run, workers):
+        with started(args, untouched) as (quiet, _), started(args, killed) as (run, workers):
             for number in range(args.kills):
                 moment = ("start-up", "an epoch", "a save")[number % 3]
                 kill(run, moment, killed / "model.pt", workers, args.nproc, chance)
                 moments[moment] += 1
                 print(f"kill {number + 1}/{args.kills} in {moment}", end="\r", file=sys.stderr, flush=True)
             assert run.wait(60 * SECONDS) == 0, (killed / "log").read_text()
+            assert quiet.wait(60 * SECONDS) == 0, (untouched / "log").read_text()
         left = {path.name for path in killed.iterdir()}
         one, other = (torch.load(folder / "model.pt", weights_only=True) for folder in (untouched, killed))
     equal = all(torch.equal(one["model"][name], weight) for name, weight in other["model"].items())

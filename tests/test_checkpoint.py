@@ -17,6 +17,7 @@ from common.options import parse_args
 from tests.processes import SCRIPTS, context, edited, losses, run_script, run_scripts, weights
 
 every_script = pytest.mark.parametrize("script", SCRIPTS)
+FAST = ["--batch-size", 240]  # where the default is not the point
 
 
 @functools.cache
@@ -32,10 +33,8 @@ def parts(path, *options):
     return args, model, torch.optim.SGD(model.parameters(), args.lr, momentum=0.9)
 
 
-def trained(tmp_path, script="single_gpu.py", epochs=2, nproc=2, **options):
-    result = run_script(
-        tmp_path, script, "--epochs", epochs, "--checkpoint", tmp_path / "model.pt", nproc=nproc, **options
-    )
+def trained(tmp_path, script="single_gpu.py", epochs=2, options=()):
+    result = run_script(tmp_path, script, "--epochs", epochs, "--checkpoint", tmp_path / "model.pt", *options, nproc=2)
     assert result.status == 0, result.stderr
     return result
 
@@ -174,20 +173,23 @@ def parse_as_nobody(path):
 # While it is written
 
 
+@pytest.fixture(scope="module")
+def untouched(tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("untouched"), epochs=3, options=FAST)
+
+
 @pytest.mark.parametrize("moment", ["torch.save(state, file)", "os.replace(temporary, args.checkpoint)"])
 @pytest.mark.parametrize("side", ["before", "after"])
-def test_a_process_that_is_killed_while_it_saves_leaves_a_whole_checkpoint(moment, side, tmp_path, monkeypatch):
+def test_a_process_that_is_killed_while_it_saves_leaves_a_whole_checkpoint(moment, side, tmp_path, untouched):
     """Killed in the second save, beside a call that writes; the run then ends as if nothing had happened."""
-    whole = trained(tmp_path, epochs=3)
-    (tmp_path / "model.pt").unlink()
     script = edited(tmp_path, "single_gpu.py", ("import time\n", f"import time\n{DEADLY.format(moment, side)}"))
-    result = run_script(tmp_path, script, "--epochs", 3, "--checkpoint", tmp_path / "model.pt")
+    result = run_script(tmp_path, script, "--epochs", 3, "--checkpoint", tmp_path / "model.pt", *FAST)
     assert result.status == -9
     saved = 2 if (moment, side) == ("os.replace(temporary, args.checkpoint)", "after") else 1
     assert torch.load(tmp_path / "model.pt", weights_only=True)["epoch"] == saved
-    rest = trained(tmp_path, epochs=3)
+    rest = trained(tmp_path, epochs=3, options=FAST)
     assert len(losses(rest)) == 3 - saved
-    assert weights(rest)[0][-1] == weights(whole)[0][-1]
+    assert weights(rest)[0][-1] == weights(untouched)[0][-1]
     left = {path.name for path in tmp_path.iterdir() if path.is_file()} - {"single_gpu.py"}
     assert left == {"model.pt"}, "and nothing piles up"
 
@@ -268,10 +270,22 @@ def test_runs_with_checkpoints_of_their_own_do_not_disturb_each_other(tmp_path):
     assert len({round(losses(result)[0], 4) for result in runs}) == 1
 
 
+def test_processes_that_go_on_from_different_epochs_are_stopped_before_they_save(tmp_path):
+    """As on machines that do not share the folder of the checkpoint: rank 1 finds no file."""
+    trained(tmp_path, epochs=1, options=FAST)
+    before = (tmp_path / "model.pt").read_bytes()
+    alone = ("load_checkpoint(args, model, optimizer)", "0 if rank else load_checkpoint(args, model, optimizer)")
+    options = "--epochs", 3, "--checkpoint", tmp_path / "model.pt", *FAST
+    result = run_script(tmp_path, edited(tmp_path, "ddp_torchrun.py", alone), *options, nproc=2)
+    assert result.status == 2 and result.stderr.startswith("the processes go on from different epochs")
+    assert len(result.stderr.splitlines()) == 1 and (tmp_path / "model.pt").read_bytes() == before
+
+
 def test_a_loss_that_is_not_finite_leaves_the_last_good_checkpoint(tmp_path):
     for script in SCRIPTS:
         path = tmp_path / f"{script}.pt"
-        fault = ("        check_loss(", "        metrics[0] += 0 if epoch < 1 else float('nan')\n        check_loss(")
-        result = run_script(tmp_path, edited(tmp_path, script, fault), "--epochs", 3, "--checkpoint", path, nproc=2)
+        fault = ("        check_metrics(", "        metrics[0] += 0 if epoch < 1 else float('nan')\n        check_metrics(")
+        options = "--epochs", 3, "--checkpoint", path, *FAST
+        result = run_script(tmp_path, edited(tmp_path, script, fault), *options, nproc=2)
         assert result.status == 2 and result.stderr == "the loss of epoch 2 is nan; try an --lr below 0.02\n"
         assert torch.load(path, weights_only=True)["epoch"] == 1

@@ -9,8 +9,9 @@ import subprocess
 import sys
 
 import pytest
+import torch.distributed as dist
 
-from tests.processes import ROOT, edited, losses, run_script
+from tests.processes import ROOT, edited, losses, run_script, torchrun_numbers
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "ddp_torchrun.py"]
 COMMANDS = {
@@ -27,23 +28,31 @@ def run(command, *options, **how):
     return run_all([command], *options, **how)[0]
 
 
-def run_all(commands, *options, cwd=ROOT, text=None, environment=None, seconds=100):
+def run_all(commands, *options, cwd=ROOT, texts=None, environments=None, seconds=200):
     """Run commands at the same time on the CPU, each in a session of its own, of which nothing is left.
 
+    Args:
+        texts (list of str): what each reads from standard input.
+        environments (list of dict): variables for each.
     Returns:
         list of subprocess.CompletedProcess
     """
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **(environment or {})}
     pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
     processes, results = [], []
     try:
-        for command in commands:
+        for command, variables in zip(commands, environments or [{}] * len(commands), strict=True):
+            variables = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **variables}
             command = [*command, *map(str, options)]
             processes.append(
-                subprocess.Popen(command, cwd=cwd, env=environment, text=True, start_new_session=True, **pipes)
+                subprocess.Popen(command, cwd=cwd, env=variables, text=True, start_new_session=True, **pipes)
             )
+        for process, text in zip(processes, texts or [None] * len(commands), strict=True):
+            if text:  # all must have theirs before one is waited for
+                process.stdin.write(text)
+                process.stdin.close()
+                process.stdin = None
         for process in processes:
-            stdout, stderr = process.communicate(text, timeout=seconds)
+            stdout, stderr = process.communicate(timeout=seconds)
             results.append(subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr))
         return results
     finally:
@@ -53,70 +62,52 @@ def run_all(commands, *options, cwd=ROOT, text=None, environment=None, seconds=1
             process.wait()
 
 
+PROGRAMS = {
+    "main": "from ddp_mp_spawn import main\nmain(['--epochs', '1'])\nprint('and on')\n",
+    "on the spot": "import torch.multiprocessing as mp\ndef train(rank): pass\nmp.spawn(train, nprocs=1)\n",
+    "threads": """
+import os, sys
+sys.path[:0] = {}
+import ddp_torchrun
+ddp_torchrun.main(["--epochs", "1"])
+tasks = [open(f"/proc/self/task/{{task}}/comm").read() for task in os.listdir("/proc/self/task")]
+print("threads of the group:", sum("gloo" in name for name in tasks))
+""",
+}
+
+
 @pytest.fixture(scope="module")
-def printed(tmp_path_factory):
-    """What each script prints in two epochs, run from another folder, and saves."""
-    outputs = {}
-    for script, command in COMMANDS.items():
-        folder = tmp_path_factory.mktemp("elsewhere")
-        command = [*command[:-1], str(ROOT / script)]
-        result = run(command, "--epochs", 2, "--checkpoint", "model.pt", cwd=folder)
-        assert result.returncode == 0, result.stderr
-        assert {path.name for path in folder.iterdir()} == {"model.pt"}
-        outputs[script] = result
-    return outputs
+def ended(tmp_path_factory):
+    """What became of programs that no file holds, all run at the same time."""
+    folder = tmp_path_factory.mktemp("edited")
+    edited(folder, "ddp_torchrun.py", (NN, ""))
+    threads = [PROGRAMS["threads"].format([str(place), str(ROOT)]) for place in (ROOT, folder)]
+    ports = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in threads]
+    alone = [torchrun_numbers(0, 1) | {"MASTER_PORT": str(store.port)} for store in ports]
+    programs = {"main": PROGRAMS["main"], "with the line": threads[0], "without the line": threads[1]}
+    commands, texts = [[sys.executable, "-"]] * 3, list(programs.values())
+    commands.append([sys.executable, "-c", PROGRAMS["on the spot"]])
+    results = run_all(commands, texts=[*texts, None], environments=[{}, *alone, {}])
+    return dict(zip([*programs, "on the spot"], results, strict=True))
 
 
-def test_every_script_prints_a_line_at_the_start_one_an_epoch_and_where_the_model_is(printed):
-    for script, result in printed.items():
-        first, *epochs, last = result.stdout.splitlines()
-        processes = "1 process on" if script == "single_gpu.py" else "2 processes on"
-        assert first.startswith(processes)
-        for fact in "1,437 training and 360 test images", "global batch 48", "58,634 parameters":
-            assert fact in first
-        assert len(epochs) == 2 and all(re.fullmatch(EPOCH, line) for line in epochs)
-        assert last == "saved in model.pt"
-
-
-def test_all_scripts_print_the_same_losses_and_accuracies(printed):
-    seen = [re.findall(EPOCH, result.stdout) for result in printed.values()]
-    for others in seen[1:]:
-        for (loss, accuracy), (other_loss, other_accuracy) in zip(seen[0], others, strict=True):
-            assert float(other_loss) == pytest.approx(float(loss), abs=1e-3)  # float32
-            assert float(other_accuracy[:-1]) == pytest.approx(float(accuracy[:-1]), abs=0.6)  # two images
-
-
-def test_a_run_that_goes_well_writes_nothing_to_stderr(printed):
-    for script, result in printed.items():
-        ours = [line for line in result.stderr.splitlines() if not re.search("run.py|OMP_NUM_THREADS|[*]{9}|^$", line)]
-        assert ours == [], script  # what torchrun says of OMP_NUM_THREADS
-
-
-def test_main_can_be_called_where_no_file_holds_it():
+def test_main_can_be_called_where_no_file_holds_it(ended):
     """The function that the children run is found in its module."""
-    program = "from ddp_mp_spawn import main\nmain(['--epochs', '1'])\nprint('and on')\n"
-    result = run([sys.executable, "-"], text=program)
+    result = ended["main"]
     assert result.returncode == 0, result.stderr
     assert re.search(EPOCH, result.stdout) and result.stdout.endswith("and on\n")
 
 
-def test_a_function_defined_on_the_spot_cannot_be_spawned():
+def test_a_function_defined_on_the_spot_cannot_be_spawned(ended):
     """As in a notebook, where no file holds it."""
-    program = "import torch.multiprocessing as mp\ndef train(rank): pass\nmp.spawn(train, nprocs=2)\n"
-    result = run([sys.executable, "-c", program])
+    result = ended["on the spot"]
     assert result.returncode == 1 and "AttributeError: Can't get attribute 'train' on" in result.stderr
 
 
-def test_when_train_returns_the_threads_of_the_group_are_gone(tmp_path):
+def test_when_train_returns_the_threads_of_the_group_are_gone(ended):
     """With the line gone they outlive the run, and abort the process where they meet the interpreter's end."""
-    driver = "import os, ddp_torchrun\nddp_torchrun.main(['--epochs', '1'])\n"
-    driver += "tasks = [open(f'/proc/self/task/{task}/comm').read() for task in os.listdir('/proc/self/task')]\n"
-    driver += "print('threads of the group:', sum('gloo' in name for name in tasks))\n"
-    for name, threads in ("ddp_torchrun.py", 0), (edited(tmp_path, "ddp_torchrun.py", (NN, "")), 3):
-        folders = [str((ROOT / name).parent), str(ROOT)]
-        (tmp_path / "driver.py").write_text(f"import sys\nsys.path[:0] = {folders}\n{driver}")
-        result = run([*TORCHRUN[:4], "--nproc_per_node=1", str(tmp_path / "driver.py")])
-        assert result.stdout.splitlines()[-1] == f"threads of the group: {threads}", result.stderr
+    for name, threads in ("with the line", 0), ("without the line", 3):
+        assert ended[name].stdout.splitlines()[-1] == f"threads of the group: {threads}", ended[name].stderr
 
 
 def test_two_agents_of_one_process_give_the_result_of_one_agent_of_two(tmp_path):
@@ -128,7 +119,7 @@ def test_two_agents_of_one_process_give_the_result_of_one_agent_of_two(tmp_path)
         address = ["--master_addr=127.0.0.1", f"--master_port={reserved.getsockname()[1]}"]
         options = ["--nnodes=2", "--nproc_per_node=1", *address]
         agents = [[*TORCHRUN[:3], *options, f"--node_rank={rank}", TORCHRUN[-1]] for rank in (0, 1)]
-        first, second = run_all(agents, "--epochs", 2, environment={"OMP_NUM_THREADS": "1"})
+        first, second = run_all(agents, "--epochs", 2, environments=[{"OMP_NUM_THREADS": "1"}] * 2)
     assert [first.returncode, second.returncode] == [0, 0], first.stderr + second.stderr
     for (loss, _), expected in zip(re.findall(EPOCH, first.stdout), losses(together), strict=True):
         assert float(loss) == pytest.approx(expected, abs=1e-4)
@@ -136,15 +127,14 @@ def test_two_agents_of_one_process_give_the_result_of_one_agent_of_two(tmp_path)
 
 
 def test_a_process_that_dies_ends_the_run_with_an_error_and_its_own_traceback(tmp_path):
-    for script in "ddp_mp_spawn.py", "ddp_torchrun.py":
-        source = (ROOT / script).read_text()
-        fault = "        seconds = time.perf_counter() - start\n        assert rank != 1, 'planted'\n"
-        source = source.replace("        seconds = time.perf_counter() - start\n", fault)
-        (tmp_path / script).write_text(source)
-        (tmp_path / "common").symlink_to(ROOT / "common") if not (tmp_path / "common").exists() else None
-        result = run(COMMANDS[script], cwd=tmp_path)
-        assert result.returncode == 1
-        assert "AssertionError: planted" in result.stderr and f"{script}" in result.stderr
+    line = "        seconds = time.perf_counter() - start\n"
+    fault = (line, f"{line}        assert rank != 1, 'planted'\n")
+    (tmp_path / "common").symlink_to(ROOT / "common")
+    torchrun = run([*TORCHRUN[:-1], str(edited(tmp_path, "ddp_torchrun.py", fault))])
+    spawn = run_script(tmp_path, edited(tmp_path, "ddp_mp_spawn.py", fault), nproc=2)
+    for status, result in (torchrun.returncode, torchrun), (spawn.status, spawn):
+        assert status == 1
+        assert "AssertionError: planted" in result.stderr
         assert "epoch  2" not in result.stdout
-        if script == "ddp_torchrun.py":  # the report names the first to fail; without @record it says how to enable it
-            assert "traceback : Traceback" in result.stderr and "To enable traceback" not in result.stderr
+    # torchrun's report names the first to fail; without @record it says how to enable that
+    assert "traceback : Traceback" in torchrun.stderr and "To enable traceback" not in torchrun.stderr

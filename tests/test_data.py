@@ -417,3 +417,10 @@ def test_a_whole_archive_in_place_of_a_damaged_one_is_enough(tmp_path, no_networ
     refusal(run_without_network(tmp_path, "single_gpu.py", no_network, root), root / "FashionMNIST/raw")
     archive.write_bytes(whole)
     assert_small_fashion(*load("fashion-mnist", root))
+
+
+def test_a_data_root_that_is_a_file_is_refused_and_left_as_it_was(tmp_path):
+    (tmp_path / "data").write_text("mine")
+    result = run_script(tmp_path, "single_gpu.py", "--dataset", "cifar10", "--data-root", tmp_path / "data")
+    assert result.status == 2 and result.stderr.startswith(f"--data-root {tmp_path / 'data'} is not a folder")
+    assert len(result.stderr.splitlines()) == 1 and (tmp_path / "data").read_text() == "mine"

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.processes import ROOT, losses, run_script
-from tests.test_commands import COMMANDS, TORCHRUN, run
+from tests.processes import ROOT, SCRIPTS, losses, run_script
+from tests.test_commands import COMMANDS, run
 
 
 def wait_for(condition, seconds):
@@ -40,28 +40,43 @@ def family(session):
 
 
 @contextlib.contextmanager
-def running(command, folder, *options, ignore_sigint=False):
-    """A run of many epochs that has saved its first; yields it, its checkpoint and the processes that belong to it."""
-    command = [*command, "--epochs", "1000", "--checkpoint", str(folder / "model.pt"), *map(str, options)]
+def running(command, folder, ignore_sigint=False):
+    """A run of many epochs in this folder; yields it, and a call that waits for its first save and returns all pids."""
+    command = [*command[:-1], str(ROOT / command[-1]), "--epochs", "1000", "--checkpoint", "model.pt"]
     signal.signal(signal.SIGINT, signal.default_int_handler)  # where the tests were started with it ignored
     if ignore_sigint:  # as a shell does for its background jobs
         command = ["bash", "-c", 'trap "" INT; exec "$@"', "bash", *command]
     with open(folder / "log", "w") as log:
         process = subprocess.Popen(
-            command, cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, stdout=log, stderr=log,
+            command, cwd=folder, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, stdout=log, stderr=log,
             start_new_session=True,
         )  # fmt: skip
     members = {}
-    try:
-        assert wait_for(lambda: (folder / "model.pt").exists() or process.poll() is not None, 90)
+
+    def saved():
+        assert wait_for(lambda: (folder / "model.pt").exists() or process.poll() is not None, 120)
         assert process.poll() is None, (folder / "log").read_text()
-        members = family(process.pid)
-        yield process, members
+        members.update(family(process.pid))
+        return members
+
+    try:
+        yield process, saved
     finally:
-        for pid in (process.pid, *members):
+        for pid in (process.pid, *members, *family(process.pid)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.wait()
+
+
+@contextlib.contextmanager
+def all_running(folder, scripts, **how):
+    """Runs of several scripts that have all saved; yields for each its folder, the process that was started, all pids."""
+    with contextlib.ExitStack() as stack:
+        runs = []
+        for script in scripts:
+            (folder / script).mkdir()
+            runs.append((folder / script, *stack.enter_context(running(COMMANDS[script], folder / script, **how))))
+        yield {place.name: (place, process, saved()) for place, process, saved in runs}
 
 
 def gone(members):
@@ -80,59 +95,62 @@ def gone(members):
 
 def workers(members, script):
     """Those that train, without the process that started them."""
-    spawned = b"spawn_main" if script == "ddp_mp_spawn.py" else b"-u\0ddp_torchrun.py"
+    spawned = b"spawn_main" if script == "ddp_mp_spawn.py" else b"-u\0" + str(ROOT / "ddp_torchrun.py").encode()
     return [pid for pid, line in members.items() if spawned in line]
 
 
-both = pytest.mark.parametrize("script", ["ddp_mp_spawn.py", "ddp_torchrun.py"])
+def epoch_of(folder):
+    return torch.load(folder / "model.pt", weights_only=True)["epoch"]
 
 
-@both
-def test_when_a_process_is_killed_the_run_ends_and_nothing_is_left(script, tmp_path):
-    with running(COMMANDS[script], tmp_path) as (process, members):
-        two = workers(members, script)
-        assert len(two) == 2
-        os.kill(two[1], signal.SIGKILL)
-        assert process.wait(40) == 1
-        assert gone(members)
-        assert "SIGKILL" in (tmp_path / "log").read_text()
-    assert torch.load(tmp_path / "model.pt", weights_only=True)["epoch"] >= 1
+def test_when_a_process_is_killed_the_run_ends_and_nothing_is_left(tmp_path):
+    with all_running(tmp_path, SCRIPTS[1:]) as runs:
+        for script, (folder, process, members) in runs.items():
+            two = workers(members, script)
+            assert len(two) == 2
+            os.kill(two[1], signal.SIGKILL)
+            assert process.wait(60) == 1
+            assert gone(members)
+            assert "SIGKILL" in (folder / "log").read_text()
+            assert epoch_of(folder) >= 1
 
 
-@pytest.mark.parametrize("script", COMMANDS)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_the_process_that_was_started_ends_all_and_leaves_a_good_checkpoint(script, number, tmp_path):
-    with running(COMMANDS[script], tmp_path) as (process, members):
-        process.send_signal(number)
-        assert process.wait(40) != 0
-        assert gone(members)
-    epoch = torch.load(tmp_path / "model.pt", weights_only=True)["epoch"]
-    options = ["--epochs", epoch + 1, "--checkpoint", tmp_path / "model.pt"]
-    assert len(losses(run_script(tmp_path, script, *options, nproc=2))) == 1
+def test_a_signal_to_the_process_that_was_started_ends_all_and_leaves_a_good_checkpoint(number, tmp_path):
+    with all_running(tmp_path, SCRIPTS) as runs:
+        for folder, process, members in runs.values():
+            process.send_signal(number)
+            assert process.wait(60) != 0
+            assert gone(members)
+    for script, (folder, *_) in runs.items():
+        options = ["--epochs", epoch_of(folder) + 1, "--checkpoint", folder / "model.pt"]
+        assert len(losses(run_script(tmp_path, script, *options, nproc=2))) == 1
 
 
 @pytest.mark.parametrize("ignored", [False, True])
 def test_the_children_of_a_killed_parent_end_even_where_interrupts_are_ignored(ignored, tmp_path):
-    with running(COMMANDS["ddp_mp_spawn.py"], tmp_path, ignore_sigint=ignored) as (process, members):
+    with all_running(tmp_path, SCRIPTS[1:2], ignore_sigint=ignored) as runs:
+        [(_, process, members)] = runs.values()
         assert len(workers(members, "ddp_mp_spawn.py")) == 2
         process.kill()
         assert gone(members)
 
 
 def test_workers_that_outlive_a_killed_launcher_keep_the_next_run_from_their_checkpoint(tmp_path):
-    with running(TORCHRUN, tmp_path) as (process, members):
+    with all_running(tmp_path, SCRIPTS[2:]) as runs:
+        [(folder, process, members)] = runs.values()
         process.kill()
         process.wait()
-        next_run = run(COMMANDS["single_gpu.py"], "--checkpoint", tmp_path / "model.pt")
+        next_run = run_script(tmp_path, "single_gpu.py", "--checkpoint", folder / "model.pt")
         living = [pid for pid in workers(members, "ddp_torchrun.py") if Path(f"/proc/{pid}").exists()]
         assert len(living) == 2, "torchrun's workers live on"
-        assert next_run.returncode == 2 and next_run.stderr.startswith("another run is writing")
+        assert next_run.status == 2 and next_run.stderr.startswith("another run is writing")
 
 
 def test_after_some_kills_the_run_ends_with_the_bits_of_an_untouched_one():
     command = "python tests/chaos.py --kills 3"
     assert f"\n{command}\n" in (ROOT / "README.md").read_text()
-    result = run([sys.executable, *command.split()[1:]], seconds=300)
+    result = run([sys.executable, *command.split()[1:]], seconds=400)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("3 kills (1 in start-up, 1 in an epoch, 1 in a save)")
     assert result.stdout.endswith("equal to the bit\n")

@@ -11,13 +11,14 @@ from tests.processes import ROOT, batches, edited, losses, run_script, run_scrip
 
 SAMPLER = "DistributedSampler(train_set, seed=args.seed, drop_last=True)"
 SET_EPOCH = "        sampler.set_epoch(epoch)\n"
-STEPS = 1437 // 48
+BATCH = 240  # fewer steps than with the default
+STEPS = 1437 // BATCH
 
 
 def run(folder, *edits, script="ddp_torchrun.py", nproc=2, epochs=1, options=()):
     """Run a script, or a copy in which each (old, new) is replaced."""
     path = edited(folder, script, *edits) if edits else script
-    return run_script(folder, path, "--epochs", epochs, *options, nproc=nproc)
+    return run_script(folder, path, "--epochs", epochs, "--batch-size", BATCH, *options, nproc=nproc)
 
 
 def metrics(result):
@@ -39,15 +40,16 @@ def test_each_process_takes_its_share_of_the_cores(tmp_path):
 
 
 def test_twenty_runs_can_start_at_the_same_moment(tmp_path):
-    runs = run_scripts([(tmp_path, "ddp_mp_spawn.py", "--epochs", "1")] * 20, nproc=2)
+    runs = run_scripts([(tmp_path, "ddp_mp_spawn.py", "--epochs", 1, "--batch-size", 720)] * 20, nproc=2)
     assert [result.status for result in runs] == [0] * 20
     assert len({tuple(losses(result)) for result in runs}) == 1
 
 
 def test_variables_left_over_from_another_launcher_do_not_disturb_a_run(tmp_path):
     stale = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1"}
+    options = ["--epochs", 1, "--batch-size", 720]
     first, second = (
-        run_script(tmp_path, "ddp_mp_spawn.py", "--epochs", 1, nproc=2, environment=variables) for variables in ({}, stale)
+        run_script(tmp_path, "ddp_mp_spawn.py", *options, nproc=2, environment=variables) for variables in ({}, stale)
     )
     assert losses(first) == losses(second) != []
 
@@ -89,9 +91,9 @@ def test_the_shares_of_a_step_are_disjoint_and_make_the_batch_of_one_device(tmp_
         assert [len(share) for share in shares] == [len(single)] * nproc
         for step, batch in enumerate(single):
             parts = [share[step] for share in shares]
-            assert [len(part) for part in parts] == [48 // nproc] * nproc
+            assert [len(part) for part in parts] == [BATCH // nproc] * nproc
             assert sorted(sum(parts, [])) == sorted(batch)  # no index twice, so the parts are disjoint
-            assert len(set(batch)) == 48
+            assert len(set(batch)) == BATCH
 
 
 def test_without_the_distributed_sampler_every_process_trains_on_the_same_images(tmp_path):
@@ -101,7 +103,7 @@ def test_without_the_distributed_sampler_every_process_trains_on_the_same_images
 
 
 def test_without_the_division_a_step_takes_the_batch_of_one_device_from_every_process(tmp_path):
-    for edits, share in ([], 24), ([("args.batch_size // args.world_size", "args.batch_size")], 48):
+    for edits, share in ([], BATCH // 2), ([("args.batch_size // args.world_size", "args.batch_size")], BATCH):
         assert {len(batch) for rank in batches(run(tmp_path, *edits)) for batch in rank} == {share}
 
 
@@ -192,7 +194,8 @@ def test_without_set_epoch_the_order_repeats(tmp_path):
 
 
 def test_without_all_reduce_rank_0_reports_its_own_share(tmp_path):
-    for edits, images, tested in ([], 48 * STEPS, 360), ([("        dist.all_reduce(metrics)\n", "")], 24 * STEPS, 180):
+    images, all_reduce = BATCH * STEPS, "        dist.all_reduce(metrics)\n"
+    for edits, images, tested in ([], images, 360), ([(all_reduce, "")], images // 2, 180):
         assert [epoch[1::2] for epoch in metrics(run(tmp_path, *edits))] == [[images, tested]]
 
 

@@ -8,11 +8,14 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.processes import ROOT, SCRIPTS
+from common.options import parse_args
+from tests.processes import ROOT, SCRIPTS, run_script
+from tests.test_commands import EPOCH
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.DOTALL)
@@ -41,19 +44,65 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def results(folder):
+    """What became of each command, two at the same time."""
+    with ThreadPoolExecutor(2) as threads:
+        return dict(zip(COMMANDS, threads.map(lambda command: run(command, folder), COMMANDS), strict=True))
+
+
+@pytest.fixture(scope="module")
+def printed(results):
+    """What each script printed, by its name."""
+    names = {command: re.findall(r"\w+\.py", command) for command in COMMANDS if "diff" not in command}
+    return {name: results[command] for command, [name, *more] in names.items() if not more}
+
+
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_runs_as_it_stands_and_prints_what_is_shown(command, folder):
-    result = run(command, folder)
+def test_a_command_runs_as_it_stands_and_prints_what_is_shown(command, results):
+    result = results[command]
     assert result.returncode == (1 if command.startswith("diff") else 0), result.stderr
     kind, shown = BLOCKS[[text.strip() for _, text in BLOCKS].index(command) + 1]
     if kind == "text" and shown.startswith(("1 process", "2 processes")):
         first, *_, last_epoch, last = shown.strip().splitlines()
-        printed = result.stdout.splitlines()
-        start = [shape(line) for line in printed].index(shape(first))
-        assert [shape(line).split("eta")[0] for line in printed[-2:]] == [shape(last_epoch).split("eta")[0], last]
-        assert len(printed) - start == 12
+        lines = result.stdout.splitlines()
+        start = [shape(line) for line in lines].index(shape(first))
+        assert [shape(line).split("eta")[0] for line in lines[-2:]] == [shape(last_epoch).split("eta")[0], last]
+        assert len(lines) - start == 12
     elif kind == "diff":
         assert result.stdout.splitlines()[2:] == shown.splitlines()
+
+
+def test_every_script_prints_a_line_at_the_start_one_an_epoch_and_where_the_model_is(printed):
+    assert set(printed) == set(SCRIPTS)
+    for (script, result), processes in zip(printed.items(), ("2 processes", "1 process", "3 processes"), strict=True):
+        lines = result.stdout.splitlines()
+        epochs = 3 if script == "ddp_mp_spawn.py" else 10
+        first, *between, last = lines[-epochs - 2 :]  # pip prints before
+        assert first.startswith(f"{processes} on CPU with ")
+        for fact in "1,437 training and 360 test images", "global batch 48", "58,634 parameters":
+            assert fact in first
+        assert len(between) == epochs and all(re.fullmatch(EPOCH, line) for line in between)
+        assert last == "not saved; --checkpoint PATH saves the model"
+
+
+def test_all_scripts_print_the_same_losses_and_accuracies(printed):
+    seen = [re.findall(EPOCH, result.stdout) for result in printed.values()]
+    for others in seen[1:]:
+        for (loss, accuracy), (other_loss, other_accuracy) in list(zip(seen[0], others, strict=False))[:3]:
+            assert float(other_loss) == pytest.approx(float(loss), abs=1e-3)  # float32
+            assert float(other_accuracy[:-1]) == pytest.approx(float(accuracy[:-1]), abs=0.6)  # two images
+
+
+def test_a_run_that_goes_well_writes_nothing_to_stderr(printed):
+    for script, result in printed.items():
+        ours = [line for line in result.stderr.splitlines() if not re.search("run.py|OMP_NUM_THREADS|[*]{9}|^$", line)]
+        assert ours == [], script  # what torchrun says of OMP_NUM_THREADS
+
+
+def test_a_run_leaves_nothing_behind_but_what_it_was_asked_for(results, folder):
+    left = {path.name for path in folder.iterdir()} - {*SCRIPTS, "common", "tests", "requirements.txt", "__pycache__"}
+    assert left == {"model.pt"}
 
 
 def test_each_comment_has_its_row_and_each_row_names_tests_that_exist():
@@ -73,11 +122,11 @@ def test_each_comment_has_its_row_and_each_row_names_tests_that_exist():
         assert named and set(named) <= tests, sentence
 
 
-def test_each_option_of_the_help_is_in_the_table_with_its_default(folder):
-    from common.options import parse_args
-
-    result = run("python ddp_mp_spawn.py --help", folder)
-    options = set(re.findall(r"^  (--[\w-]+)", result.stdout, re.MULTILINE))
+def test_each_option_of_the_help_is_in_the_table_with_its_default(capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse_args(["--help"], world_size=None)
+    assert ended.value.code == 0
+    options = set(re.findall(r"^  (--[\w-]+)", capsys.readouterr().out, re.MULTILINE))
     rows = dict(re.findall(r"^\| `(--[\w-]+)` \| (.+?) \|", README, re.MULTILINE))
     assert options == set(rows) and len(rows) == 9
     defaults = vars(parse_args([]))
@@ -90,14 +139,14 @@ def test_the_readme_is_short():
     assert len(README.splitlines()) <= 400
 
 
-def test_a_script_with_two_lines_replaced_trains_on_other_data(folder):
+def test_a_script_with_two_lines_replaced_trains_on_other_data(tmp_path):
     """The two lines of the README, in a copy of the script for torchrun."""
     [lines] = [text.strip().splitlines() for kind, text in BLOCKS if kind == "python"]
     source = (ROOT / "ddp_torchrun.py").read_text()
     for line, name in zip(lines, ("train_set, test_set = load_data(args)", "model = build_model("), strict=True):
         [old] = [text for text in source.splitlines() if text.strip().startswith(name)]
         source = source.replace(old, f"    {line}")
-    (folder / "my_train.py").write_text(source)
-    result = run("torchrun --standalone --nproc_per_node=2 my_train.py --epochs 1", folder)
-    assert result.returncode == 0, result.stderr
+    (tmp_path / "my_ddp_torchrun.py").write_text(source)
+    result = run_script(tmp_path, tmp_path / "my_ddp_torchrun.py", "--epochs", 1, nproc=2)
+    assert result.status == 0, result.stderr
     assert "960 training and 960 test images" in result.stdout and "650 parameters" in result.stdout

@@ -1,0 +1,67 @@
+"""Run the files of the suite beside each other, in a few processes: most tests wait for processes of their own.
+
+One file alone, and everything with --pdb or -s, runs as pytest runs it by itself.
+"""
+
+import itertools
+import multiprocessing
+import multiprocessing.connection
+import os
+
+WORKERS = 3  # keep two cores busy
+os.environ["OMP_WAIT_POLICY"] = "passive"  # a thread that waits for others leaves its core to another run
+
+context = multiprocessing.get_context("fork")
+
+
+def pytest_runtestloop(session):
+    files = [list(items) for _, items in itertools.groupby(session.items, lambda item: item.path)]
+    option, hook = session.config.option, session.config.hook
+    if len(files) < 2 or option.usepdb or option.capture == "no" or option.collectonly or session.testsfailed:
+        return None
+    workers = {}
+    try:
+        for _ in range(WORKERS):
+            here, there = context.Pipe()
+            workers[here] = context.Process(target=run_files, args=(there, session, files))
+            workers[here].start()
+            there.close()
+        waiting, idle = iter(range(len(files))), list(workers)
+        while workers:
+            for worker in idle:
+                worker.send(None if session.shouldfail else next(waiting, None))
+            idle = multiprocessing.connection.wait(workers)
+            for worker in list(idle):
+                reports = worker.recv()
+                if reports is None:
+                    idle.remove(worker)
+                    workers.pop(worker).join()
+                for data in reports or []:
+                    report = hook.pytest_report_from_serializable(config=session.config, data=data)
+                    hook.pytest_runtest_logreport(report=report)
+    finally:
+        for process in workers.values():
+            process.join(10)  # it was interrupted with this one
+            process.kill()
+    if session.shouldfail:
+        raise session.Failed(session.shouldfail)
+    return True
+
+
+def run_files(connection, session, files):
+    """In a worker: run each file whose number arrives, and send what is reported of its tests; None at the end."""
+    plugins, hook, reports = session.config.pluginmanager, session.config.hook, []
+
+    class Collector:
+        def pytest_runtest_logreport(self, report):
+            reports.append(hook.pytest_report_to_serializable(config=session.config, report=report))
+
+    plugins.unregister(name="terminalreporter")
+    plugins.register(Collector())
+    for number in iter(connection.recv, None):
+        items = files[number]
+        for item, next_item in zip(items, [*items[1:], None]):
+            hook.pytest_runtest_protocol(item=item, nextitem=next_item)
+        connection.send(reports)
+        reports.clear()
+    connection.send(None)
