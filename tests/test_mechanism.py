@@ -117,7 +117,7 @@ def timeline(rank, bucket_cap_mb):
     torch.manual_seed(0)
     model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(8)])
     ddp_model = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb)
-    data = torch.randn(64, 512)
+    data = torch.randn(256, 512)
     for step in range(3):  # the first step lays the buckets out anew
         with profile(activities=[ProfilerActivity.CPU]) as trace:
             ddp_model(data).sum().backward()
