@@ -240,7 +240,7 @@ def _take_notes(script, folder):
             weakref.finalize._exitfunc()  # which a process that was forked would leave out
 
     def noted_count(model, loader, device):
-        parameters = b"".join(p.detach().numpy().tobytes() for p in model.state_dict().values())
+        parameters = b"".join(p.detach().cpu().numpy().tobytes() for p in model.state_dict().values())
         _note(folder, what="epoch", weights=hashlib.sha256(parameters).hexdigest())
         return count_correct(model, loader, device)
 

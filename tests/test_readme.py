@@ -1,6 +1,7 @@
 """The README: its commands run as they stand, its outputs have the shape of real ones, its diffs are the real ones.
 
-The line with chaos.py runs in test_faults.py, the line with pytest is how this runs.
+chaos.py runs in test_faults.py, timeline.py in test_timeline.py, benchmark.py in test_benchmark.py, the recipes in
+test_recipes.py, what is for several machines in test_machines.py; the line with pytest is how this runs.
 """
 
 import ast
@@ -18,8 +19,24 @@ from tests.processes import ROOT, SCRIPTS, run_script
 from tests.test_commands import EPOCH
 
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.DOTALL)
-COMMANDS = [text.strip() for kind, text in BLOCKS if kind == "bash" and not re.search("pytest|chaos", text)]
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+
+
+def commands():
+    """The commands that run here, those in a block of their own and the diffs, each with the block that shows its end."""
+    found, last = {}, (0, "")
+    pieces = re.finditer(r"^```(\w+)\n(.*?)^```|`(diff -[^`]+)`", README, re.DOTALL | re.MULTILINE)
+    for piece in pieces:
+        kind, text, inline = piece.groups()
+        if kind == "bash" or inline:
+            last = piece.end(), (text or inline).strip()
+            found[last[1]] = ""
+        elif kind in ("text", "diff") and "\n\n" not in README[last[0] : piece.start()].strip("\n"):
+            found[last[1]] = text
+    return {command: shown for command, shown in found.items() if "pytest" not in command}
+
+
+COMMANDS = commands()
 
 
 def run(command, folder):
@@ -62,15 +79,15 @@ def printed(results):
 def test_a_command_runs_as_it_stands_and_prints_what_is_shown(command, results):
     result = results[command]
     assert result.returncode == (1 if command.startswith("diff") else 0), result.stderr
-    kind, shown = BLOCKS[[text.strip() for _, text in BLOCKS].index(command) + 1]
-    if kind == "text" and shown.startswith(("1 process", "2 processes")):
+    shown = COMMANDS[command]
+    if shown.startswith(("1 process", "2 processes")):
         first, *_, last_epoch, last = shown.strip().splitlines()
         lines = result.stdout.splitlines()
         start = [shape(line) for line in lines].index(shape(first))
         assert [shape(line).split("eta")[0] for line in lines[-2:]] == [shape(last_epoch).split("eta")[0], last]
         assert len(lines) - start == 12
-    elif kind == "diff":
-        assert result.stdout.splitlines()[2:] == shown.splitlines()
+    elif command.startswith("diff"):
+        assert shown and result.stdout.splitlines()[2:] == shown.splitlines()
 
 
 def test_every_script_prints_a_line_at_the_start_one_an_epoch_and_where_the_model_is(printed):
@@ -111,15 +128,32 @@ def test_each_comment_has_its_row_and_each_row_names_tests_that_exist():
         comments |= set(re.findall(r"^ *# (Without .+\.)$", (ROOT / script).read_text(), re.MULTILINE))
     rows = re.findall(r"^\| .+ \| (Without .+\.) \| (.+) \|$", README, re.MULTILINE)
     assert {sentence for sentence, _ in rows} == comments and len(rows) == len(comments) == 15
+    assert all("`test_" in names for _, names in rows)
+
+
+def test_each_row_of_the_tables_of_claims_names_tests_that_exist_and_those_for_gpus_say_so():
     tests = {
-        node.name
+        node.name: path.name
         for path in (ROOT / "tests").glob("test_*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.FunctionDef)
     }
-    for sentence, names in rows:
-        named = re.findall(r"`(test_\w+)`", names)
-        assert named and set(named) <= tests, sentence
+    named = re.findall(r"(on GPUs )?`(test_\w+)`", README)
+    assert {name for _, name in named} <= set(tests)
+    assert all((tests[name] == "test_cuda.py") == bool(gpu) for gpu, name in named)
+    for heading in "What each line is for", "What is often believed", "When it goes wrong":
+        [section] = re.findall(rf"^## {heading}\n(.*?)^## ", README, re.DOTALL | re.MULTILINE)
+        rows = [line for line in section.splitlines() if line.startswith("| ")][2:]
+        assert len(rows) >= 9 and all("`test_" in row.split("|")[-2] for row in rows)
+
+
+def test_each_file_and_each_heading_that_is_linked_or_named_exists():
+    files = set(re.findall(r"`((?:common|tests)/[\w.]+|\w+\.py)`", README)) - {"my_train.py"}
+    assert len(files) > 8 and all((ROOT / file).exists() for file in files)
+    anchors = re.findall(r"\]\(#([\w-]+)\)", README)
+    headings = {re.sub(r"[^\w -]", "", line.lstrip("# ")).lower().replace(" ", "-") for line in README.splitlines() if line.startswith("#")}
+    assert anchors and set(anchors) <= headings
+    assert all(link.startswith("https://") for link in re.findall(r"\]\(([^#)]+)\)", README))
 
 
 def test_each_option_of_the_help_is_in_the_table_with_its_default(capsys):

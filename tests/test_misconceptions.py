@@ -1,0 +1,136 @@
+"""What is often believed of DistributedDataParallel, settled by experiment: a test for each row of the README's table.
+
+The rows that are not here have their tests in test_mechanism.py and test_exactness.py.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+from common.evaluation import count_correct
+from tests.processes import edited, losses, run_ranks, run_script
+from tests.test_mechanism import gradients, model_and_batch
+
+# DDP makes a model fit that is too large for one device.
+
+
+def bytes_held(rank, wrap):
+    """After one step: bytes of the parameters, of their gradients and of what the optimizer keeps for them."""
+    model, images, labels = model_and_batch(0, rank)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    gradients(DistributedDataParallel(model) if wrap else model, images, labels)
+    optimizer.step()
+    parameters = list(model.parameters())
+    momenta = [optimizer.state[parameter]["momentum_buffer"] for parameter in parameters]
+    kinds = parameters, [parameter.grad for parameter in parameters], momenta
+    return [sum(tensor.nbytes for tensor in kind) for kind in kinds]
+
+
+def test_each_process_holds_all_parameters_gradients_and_momenta_however_many_there_are(tmp_path):
+    whole = [4 * 58634] * 3  # float32
+    assert run_ranks(tmp_path, bytes_held, False, nproc=1) == [whole]
+    assert run_ranks(tmp_path, bytes_held, True, nproc=2) == [whole] * 2
+
+
+# DDP makes the parameters equal in each step.
+
+
+def train_from_biases_one_apart(rank):
+    torch.set_default_dtype(torch.float64)
+    model, images, labels = model_and_batch(0, rank)
+    ddp_model = DistributedDataParallel(model)
+    bias = model[-1].bias.detach()
+    bias += rank  # after the wrapper has made them equal
+    before = bias.clone()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    for _ in range(3):
+        gradients(ddp_model, images, labels)
+        optimizer.step()
+    return before, bias
+
+
+def test_weights_that_differ_stay_as_far_apart_for_only_gradients_are_exchanged(tmp_path):
+    (before, first), (_, second) = run_ranks(tmp_path, train_from_biases_one_apart)
+    assert (first - before).abs().max() > 0.01, "they were trained"
+    torch.testing.assert_close(second - first, torch.ones(10, dtype=torch.float64), rtol=0, atol=1e-12)
+
+
+def buffer_before_and_after_forward(rank):
+    layer = torch.nn.BatchNorm1d(3).eval()  # which leaves its buffers alone
+    ddp_model = DistributedDataParallel(layer)
+    layer.running_mean.fill_(rank + 1)
+    before = layer.running_mean.tolist()
+    ddp_model(torch.zeros(2, 3))
+    return before, layer.running_mean.tolist()
+
+
+def test_buffers_are_taken_from_rank_0_before_each_forward_pass(tmp_path):
+    assert run_ranks(tmp_path, buffer_before_and_after_forward) == [([1] * 3, [1] * 3), ([2] * 3, [1] * 3)]
+
+
+# BatchNorm sees the global batch.
+
+
+def normalised_share(rank):
+    """What BatchNorm and GroupNorm make of this rank's half of twelve rows, and of all twelve."""
+    rows = torch.randn(12, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    layers = torch.nn.BatchNorm1d(4).double(), torch.nn.GroupNorm(2, 4).double()
+    shares = [DistributedDataParallel(layer)(rows[6 * rank :][:6]).detach() for layer in layers]
+    return rows, shares, [layer(rows)[6 * rank :][:6].detach() for layer in layers]
+
+
+def test_batchnorm_normalises_by_the_share_of_its_process_and_groupnorm_does_not_care(tmp_path):
+    for rank, (rows, shares, parts_of_whole) in enumerate(run_ranks(tmp_path, normalised_share)):
+        own = rows[6 * rank :][:6]
+        by_hand = (own - own.mean(0)) / (own.var(0, unbiased=False) + 1e-5).sqrt()
+        torch.testing.assert_close(shares[0], by_hand)
+        assert (shares[0] - parts_of_whole[0]).abs().max() > 0.1
+        torch.testing.assert_close(shares[1], parts_of_whole[1])
+
+
+# DistributedSampler deals each image once.
+
+
+def test_the_sampler_of_three_ranks_deals_two_of_ten_images_twice_unless_it_drops_the_last():
+    for drop_last, twice, never in (False, [0, 1], []), (True, [], [9]):
+        shares = [list(DistributedSampler(range(10), 3, rank, shuffle=False, drop_last=drop_last)) for rank in range(3)]
+        dealt = sum(shares, [])
+        assert [image for image in range(10) if dealt.count(image) == 2] == twice
+        assert [image for image in range(10) if dealt.count(image) == 0] == never
+
+
+# The mean of the processes' accuracies is the accuracy.
+
+
+def accuracy_of_share_and_of_all(rank):
+    """Five images, on which a network that returns its input is right in 0, 2 and 4 and wrong in 1 and 3."""
+    outputs, labels = torch.eye(2)[[0, 0, 0, 0, 0]], torch.tensor([0, 1, 0, 1, 0])
+    test_loader = DataLoader(list(zip(outputs, labels)), 5, sampler=range(rank, 5, 2))  # as in the scripts
+    counts = count_correct(torch.nn.Identity(), test_loader, "cpu")
+    share = (counts[0] / counts[1]).item()
+    dist.all_reduce(counts)
+    return share, (counts[0] / counts[1]).item()
+
+
+def test_the_mean_of_the_accuracies_of_unequal_shares_is_not_the_accuracy(tmp_path):
+    """Three of three and none of two: their mean is 1/2, three of five are 3/5."""
+    assert run_ranks(tmp_path, accuracy_of_share_and_of_all) == [(1, 3 / 5), (0, 3 / 5)]
+
+
+# The loss of rank 0 is the loss.
+
+
+def test_the_loss_of_rank_0_is_not_the_loss(tmp_path):
+    """The shipped script, and a copy that sums nothing and lets every rank report its own."""
+    all_report = ("        if rank == 0:\n            report", "        if True:\n            report")
+    edits = ("        dist.all_reduce(metrics)\n", ""), all_report
+    options = "--epochs", 1, "--batch-size", 144
+    [loss] = losses(run_script(tmp_path, "ddp_torchrun.py", *options, nproc=2))
+    result = run_script(tmp_path, edited(tmp_path, "ddp_torchrun.py", *edits), *options, nproc=2)
+    reports = [record["metrics"] for rank in result.seen for record in rank if record["what"] == "report"]
+    own = [loss_sum / images for loss_sum, images, *_ in reports]
+    assert len(own) == 2 and sum(own) / 2 == pytest.approx(loss, rel=1e-6)
+    assert abs(own[0] - loss) > 1e-3

@@ -1,0 +1,372 @@
+"""What goes wrong in scripts with DDP, each made to happen: a test for each row of the README's table.
+
+The rows that are not here have their tests in test_commands.py, test_lines.py, test_faults.py and test_refusals.py.
+"""
+
+import contextlib
+import logging
+import socket
+import sys
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed import launch
+from torch.distributed import run as torchrun
+from torch.distributed.algorithms.join import Join
+from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+from common.checkpoint import load_checkpoint, save_checkpoint
+from common.options import parse_args
+from tests.processes import ROOT, edited, run_ranks, run_script
+from tests.test_commands import run
+from tests.test_mechanism import flat, gradients, model_and_batch
+
+LIMIT = 3  # seconds that a process waits for another here
+TIMED_OUT = f"Timed out waiting {LIMIT}000ms for "  # recv, or send, operation to complete
+
+
+def hasty_group():
+    """A second group of all ranks, in which to wait in vain is an error after LIMIT seconds."""
+    dist.barrier()
+    return dist.new_group(timeout=timedelta(seconds=LIMIT))
+
+
+def error_of(action):
+    """The error that action() ends with, or "": no rank goes on before all have come to an end."""
+    text = ""
+    try:
+        action()
+    except (RuntimeError, ValueError, AttributeError) as error:
+        text = str(error)
+    dist.barrier()
+    return text
+
+
+# Processes that wait for each other
+
+
+def test_who_waits_in_vain_waits_half_an_hour_over_gloo_and_ten_minutes_over_nccl():
+    assert default_pg_timeout == timedelta(minutes=30)
+    assert default_pg_nccl_timeout in (timedelta(minutes=10), None)  # None: built without NCCL
+
+
+def train_on_five_images(rank, *ways):
+    """The error, if any, and the number of steps, with each way of sharing five images between two ranks."""
+    results = []
+    for way in ways:
+        group = hasty_group() if way == "unequal shares" else None
+        ddp_model = DistributedDataParallel(torch.nn.Linear(1, 1), process_group=group)
+        sampler = DistributedSampler(range(5), drop_last=True) if way == "drop_last" else range(rank, 5, 2)
+        steps = []
+
+        def train():
+            with Join([ddp_model]) if way == "Join" else contextlib.nullcontext():
+                for batch in DataLoader(torch.arange(5.0).unsqueeze(1), sampler=sampler):
+                    ddp_model(batch).sum().backward()
+                    steps.append(batch)
+
+        results.append((error_of(train), len(steps)))
+    return results
+
+
+def test_a_rank_with_one_batch_more_waits_for_the_others_in_vain(tmp_path):
+    [(error, steps)], [other] = run_ranks(tmp_path, train_on_five_images, "unequal shares")
+    assert TIMED_OUT in error and steps == 2 and other == ("", 2)
+
+
+def test_drop_last_or_join_lets_ranks_with_unequal_shares_come_to_the_end(tmp_path):
+    first, second = run_ranks(tmp_path, train_on_five_images, "drop_last", "Join")
+    assert first == [("", 2), ("", 3)] and second == [("", 2), ("", 2)]
+
+
+def sum_the_loss_on_rank_0_and_the_count_on_both(rank):
+    """The loss is 1 on rank 0 and 2 on rank 1, the count is 10 and 20."""
+    group, loss, count = hasty_group(), torch.tensor(1.0 + rank), torch.tensor(10.0 + 10 * rank)
+
+    def reduce():
+        if rank == 0:
+            dist.all_reduce(loss, group=group)
+        dist.all_reduce(count, group=group)
+
+    return error_of(reduce), loss.item(), count.item()
+
+
+def test_a_sum_under_if_rank_0_takes_the_next_sum_of_the_others_and_their_last_is_missed(tmp_path):
+    """Rank 1 comes to one sum only, which becomes that of rank 0's loss and its own count."""
+    (error, loss, _), (no_error, _, count) = run_ranks(tmp_path, sum_the_loss_on_rank_0_and_the_count_on_both)
+    assert loss == count == 1 + 20 and no_error == "" and TIMED_OUT in error
+
+
+def sum_different_sizes(rank):
+    dist.all_reduce(torch.ones(8 if rank == 0 else 2))
+
+
+def test_ranks_that_meet_in_different_exchanges_abort(tmp_path):
+    with pytest.raises(AssertionError, match="Is there a distributed collective mismatch in your code"):
+        run_ranks(tmp_path, sum_different_sizes)
+
+
+def evaluate_on_rank_0(rank):
+    """The errors with the model and with the wrapper."""
+    model, group, errors = torch.nn.BatchNorm1d(3), hasty_group(), []
+    ddp_model = DistributedDataParallel(model, process_group=group)
+    for called, waited_for in (model, None), (ddp_model, group):
+
+        def evaluate():
+            if rank == 0:
+                with torch.no_grad():
+                    called(torch.ones(2, 3))
+            dist.barrier(waited_for)
+
+        errors.append(error_of(evaluate))
+    return errors
+
+
+def test_a_wrapper_with_batchnorm_called_on_rank_0_alone_leaves_all_waiting_and_the_model_does_not(tmp_path):
+    with_model, with_wrapper = zip(*run_ranks(tmp_path, evaluate_on_rank_0))
+    assert with_model == ("", "")
+    assert "" not in with_wrapper and any(TIMED_OUT in error for error in with_wrapper), with_wrapper
+
+
+def leave_before_the_sum(rank):
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="Connection closed by peer"):
+            dist.all_reduce(torch.zeros(1))
+
+
+def test_the_others_say_connection_closed_when_a_process_has_ended(tmp_path):
+    assert run_ranks(tmp_path, leave_before_the_sum) == [None, None]
+
+
+def start_again_before_rank_0(rank, path):
+    """After a first attempt: rank 1's error while rank 0 is not back, in the same store and under a prefix."""
+    store, errors = dist.FileStore(path, 2), []
+    first_attempt = dist.ProcessGroupGloo(store, rank, 2)
+    dist.barrier()
+    del first_attempt  # which closes its sockets, as the end of the process does
+    dist.barrier()
+    for store_of_attempt in store, dist.PrefixStore("1", store):
+        errors.append(error_of(lambda: rank and dist.ProcessGroupGloo(store_of_attempt, 1, 2, timedelta(seconds=0.5))))
+    return errors
+
+
+def test_in_the_same_store_a_second_attempt_calls_the_dead_and_under_a_prefix_it_waits_for_the_living(tmp_path):
+    _, (same_store, prefix) = run_ranks(tmp_path, start_again_before_rank_0, str(tmp_path / "store"))
+    assert same_store.startswith("Gloo connectFullMesh failed with")
+    assert prefix == "Wait timeout"  # for an address
+
+
+# Processes that do not start
+
+
+@pytest.fixture
+def by_hand(monkeypatch):
+    """Sets just these of torchrun's variables."""
+
+    def set_variables(**variables):
+        for name in "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE":
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return set_variables
+
+
+def test_without_torchrun_the_first_variable_that_is_missing_is_named(by_hand):
+    address = {"MASTER_ADDR": "127.0.0.1"}
+    for missing, given in ("RANK", {}), ("RANK", address), ("MASTER_ADDR", {"RANK": "0", "WORLD_SIZE": "2"}):
+        by_hand(**given)
+        with pytest.raises(ValueError, match=f"environment variable {missing} expected, but not set"):
+            dist.init_process_group("gloo")
+
+
+def test_one_process_of_two_waits_for_the_other(by_hand):
+    moment = timedelta(seconds=0.3)
+    by_hand(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    with pytest.raises(dist.DistStoreError, match=r"waiting for clients\. 1/2 clients joined"):
+        dist.init_process_group("gloo", timeout=moment)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        by_hand(RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(closed.getsockname()[1]))
+        with pytest.raises(dist.DistNetworkError, match="The client socket has timed out"):
+            dist.init_process_group("gloo", timeout=moment)
+
+
+def test_a_script_that_spawns_without_a_main_guard_cannot_start(tmp_path):
+    edited(tmp_path, "ddp_mp_spawn.py", ('if __name__ == "__main__":\n    main()', "main()"))
+    (tmp_path / "common").symlink_to(ROOT / "common")
+    result = run([sys.executable, "ddp_mp_spawn.py", "--nproc", "1", "--epochs", "1"], cwd=tmp_path)
+    assert result.returncode == 1 and "An attempt has been made to start a new process before the" in result.stderr
+
+
+def test_the_old_launcher_adds_an_option_that_scripts_for_torchrun_do_not_know(tmp_path):
+    [_, _, *added] = torchrun.config_from_args(launch.parse_args(["ddp_torchrun.py"]))[2]
+    [_, _, *none] = torchrun.config_from_args(torchrun.parse_args(["ddp_torchrun.py"]))[2]
+    assert [option.split("=")[0] for option in added] == ["--local-rank"] and none == []
+    result = run_script(tmp_path, "ddp_torchrun.py", "--local-rank=0", nproc=2)
+    assert result.status == 2 and result.stderr.startswith("unrecognized arguments: --local-rank=0")
+
+
+def test_torchrun_gives_each_process_one_thread_unless_somebody_chose(monkeypatch, caplog):
+    for chosen in "", "2":
+        monkeypatch.setenv("OMP_NUM_THREADS", chosen)
+        if not chosen:
+            monkeypatch.delenv("OMP_NUM_THREADS")
+        with caplog.at_level(logging.WARNING):
+            torchrun.config_from_args(torchrun.parse_args(["--nproc_per_node=2", "ddp_torchrun.py"]))
+    assert caplog.text.count("Setting OMP_NUM_THREADS environment variable for each process to be 1") == 1
+
+
+def test_torchrun_names_the_signal_that_ended_a_process_and_has_no_traceback_that_nobody_recorded(tmp_path):
+    killed, failed = (ProcessFailure(0, 123, status, str(tmp_path / "no_file")) for status in (-9, 1))
+    assert killed.message == "Signal 9 (SIGKILL) received by PID 123"
+    assert failed.message.startswith("To enable traceback see")
+
+
+# The wrapper
+
+
+class WithSpareLayer(torch.nn.Module):
+    """Two layers, of which forward uses one."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.spare = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+
+    def forward(self, inputs):
+        return self.used(inputs)
+
+
+def train_with_spare_layer(rank):
+    """The error, if any, and the number of steps: plain, and with the two cures."""
+    results = []
+    for way in "plain", "find_unused_parameters", "frozen":
+        model, steps = WithSpareLayer(), []
+        model.spare.requires_grad_(way != "frozen")
+        ddp_model = DistributedDataParallel(model, find_unused_parameters=way == "find_unused_parameters")
+
+        def train():
+            for step in range(3):
+                ddp_model(torch.ones(1, 2)).sum().backward()
+                steps.append(step)
+
+        results.append((error_of(train), len(steps)))
+    return results
+
+
+def test_a_parameter_without_a_gradient_is_an_error_in_the_second_step(tmp_path):
+    for (error, steps), *cured in run_ranks(tmp_path, train_with_spare_layer):
+        assert error.startswith("Expected to have finished reduction in the prior iteration") and steps == 1
+        assert cured == [("", 3)] * 2
+
+
+def errors_of_the_wrapper(rank):
+    model = WithSpareLayer()
+    ddp_model = DistributedDataParallel(model)
+    return [
+        error_of(lambda: ddp_model.spare),
+        error_of(lambda: model.load_state_dict(ddp_model.state_dict())),
+        error_of(lambda: ddp_model.load_state_dict(model.state_dict())),
+        error_of(lambda: DistributedDataParallel(model, device_ids=[rank])),
+        error_of(lambda: model.load_state_dict(model.state_dict())),
+    ]
+
+
+@pytest.fixture(scope="module")
+def of_the_wrapper(tmp_path_factory):
+    [errors] = run_ranks(tmp_path_factory.mktemp("wrapper"), errors_of_the_wrapper, nproc=1)
+    assert errors.pop() == ""
+    return errors
+
+
+def test_the_wrapper_has_none_of_the_attributes_of_the_model(of_the_wrapper):
+    assert of_the_wrapper[0] == "'DistributedDataParallel' object has no attribute 'spare'"
+
+
+def test_weights_saved_from_the_wrapper_have_other_names_than_those_of_the_model(of_the_wrapper):
+    for error, missing, unexpected in (of_the_wrapper[1], "", "module."), (of_the_wrapper[2], "module.", ""):
+        assert f'Missing key(s) in state_dict: "{missing}used.weight"' in error
+        assert f'Unexpected key(s) in state_dict: "{unexpected}used.weight"' in error
+
+
+def test_a_device_given_for_a_model_on_the_cpu_is_an_error(of_the_wrapper):
+    assert "device_ids and output_device arguments only work with" in of_the_wrapper[3]
+
+
+def load_what_gpu_0_saved(rank, path):
+    args = parse_args(["--checkpoint", path])
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    location_tag = torch.serialization.location_tag
+    torch.serialization.location_tag = lambda storage: "cuda:0"
+    save_checkpoint(args, model, optimizer, 0)
+    torch.serialization.location_tag = location_tag
+    torch.cuda.is_available = lambda: False
+    return error_of(lambda: torch.load(path)), load_checkpoint(args, model, optimizer)
+
+
+def test_a_file_names_the_gpu_that_its_weights_were_on_and_map_location_overrules_it(tmp_path):
+    [(error, epoch)] = run_ranks(tmp_path, load_what_gpu_0_saved, str(tmp_path / "model.pt"), nproc=1)
+    assert error.startswith("Attempting to deserialize object on a CUDA device") and epoch == 1
+
+
+# Results that are wrong
+
+
+def accumulated_gradients(rank):
+    """Of the whole batch; of two pieces; not divided by two; and sent by a flag that changes after the forward pass."""
+    torch.set_default_dtype(torch.float64)
+    model, images, labels = model_and_batch(0, rank)
+    results = [gradients(*model_and_batch(0, 0, size=12))]
+    for divisor, late in (2, False), (1, False), (2, True):
+        model.zero_grad()
+        ddp_model = DistributedDataParallel(model)
+        for last, images_of_piece, labels_of_piece in zip((False, True), images.chunk(2), labels.chunk(2)):
+            with contextlib.nullcontext() if last or late else ddp_model.no_sync():
+                loss = F.cross_entropy(ddp_model(images_of_piece), labels_of_piece) / divisor
+                if late:
+                    ddp_model.require_backward_grad_sync = last
+                loss.backward()
+        results.append(flat(parameter.grad for parameter in model.parameters()))
+    return results
+
+
+@pytest.fixture(scope="module")
+def accumulated(tmp_path_factory):
+    """For each rank the gradient of the whole batch and the three of accumulated_gradients()."""
+    return run_ranks(tmp_path_factory.mktemp("accumulated"), accumulated_gradients)
+
+
+def test_gradients_of_two_pieces_are_those_of_the_batch_if_divided_and_else_twice_as_large(accumulated):
+    for whole, right, undivided, _ in accumulated:
+        torch.testing.assert_close(right, whole, rtol=1e-12, atol=1e-15)
+        torch.testing.assert_close(undivided, 2 * whole, rtol=1e-12, atol=1e-15)
+
+
+def test_a_flag_for_the_last_piece_that_is_set_after_its_forward_pass_leaves_the_ranks_unequal(accumulated):
+    (whole, *_, first), (*_, second) = accumulated
+    assert (first - second).norm() > 0.1 * whole.norm()
+
+
+def gradients_of_the_sum(rank):
+    """Of a loss that is summed: for all images in one process, and for a share in each through the wrapper."""
+    torch.set_default_dtype(torch.float64)
+    results = []
+    for place, size, wrap in (0, 12, False), (rank, 12 // dist.get_world_size(), True):
+        model, images, labels = model_and_batch(0, place, size)
+        called = DistributedDataParallel(model) if wrap else model
+        F.cross_entropy(called(images), labels, reduction="sum").backward()
+        results.append(flat(parameter.grad for parameter in model.parameters()))
+    return results
+
+
+@pytest.mark.parametrize("nproc", [2, 3])
+def test_a_summed_loss_has_gradients_n_times_too_small(nproc, tmp_path):
+    for whole, averaged in run_ranks(tmp_path, gradients_of_the_sum, nproc=nproc):
+        torch.testing.assert_close(averaged, whole / nproc, rtol=1e-12, atol=1e-14)
