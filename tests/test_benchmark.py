@@ -1,0 +1,121 @@
+"""The benchmark works and prints every row; no figure of it is judged here."""
+
+import multiprocessing
+import re
+import sys
+
+import pytest
+
+from tests import benchmark
+from tests.processes import ROOT
+from tests.test_commands import run
+
+COMMAND = [sys.executable, str(ROOT / "tests" / "benchmark.py"), "--quick", "--dataset", "digits", "--batch-size", "16"]
+ROWS = [row for rows in benchmark.table(2).values() for row in rows]
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory):
+    result = run(COMMAND, cwd=tmp_path_factory.mktemp("elsewhere"))
+    assert result.returncode == 0, result.stderr
+    return result
+
+
+def test_one_command_prints_each_row_and_each_comparison_once(printed):
+    lines = printed.stdout.splitlines()
+    compared = 0
+    for name, _, *comparisons in ROWS:
+        [place] = [place for place, line in enumerate(lines) if line.startswith(f"{name}  ")]
+        assert float(lines[place][26:35].replace(",", "")) > 0
+        for line, (other, reason) in zip(lines[place:], comparisons):
+            assert line.endswith(f"of {other}: {reason}" if other else reason)
+            if other:
+                ratio, low, high = re.fullmatch(r".* ([\d.e+-]+)  (\S+) to (\S+) +of .*", line).groups()
+                assert 0 < float(low) <= float(ratio) <= float(high)
+                compared += 1
+    assert len(ROWS) >= 17 and compared >= 18
+    assert len([line for line in lines if " to " in line]) == compared
+
+
+def test_the_first_lines_say_what_was_measured_on_what(printed):
+    first, second = printed.stdout.splitlines()[:2]
+    assert re.match(r"\d+ cores? of .+; torch \d", first)
+    assert "cnn: 58,634 parameters; 320 images of 1x8x8; global batch 16; N = 2 with" in second
+    assert second.endswith("1 round")
+
+
+def test_on_stderr_one_line_that_is_written_again_says_what_runs_and_how_long_it_takes(printed):
+    texts = [text.strip() for text in printed.stderr.split("\n") if text.strip()]  # "\r" is read as "\n"
+    matches = [re.fullmatch(r"start: .+|round 1 of 1, about \d+ s left: (.+)", text) for text in texts]
+    assert all(matches)
+    assert sorted(match[1] for match in matches if match[1]) == sorted(name for name, *_ in ROWS)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--batch-size", "7"], "--batch-size 7 does not divide among 2 processes; 6 and 8 do"),
+        (["--dataset", "digits", "--batch-size", "1438"], "--batch-size 1438 is more than the 1437 images"),
+        (["--rounds", "0"], "--rounds 0 measures nothing"),
+        (["--nproc", "0"], "argument --nproc: invalid whole number from 1 up value: '0'"),
+        (["--model", "vgg"], "argument --model: invalid choice: 'vgg'"),
+        (["--slow"], "unrecognized arguments: --slow"),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused_in_one_line(options, reason, capfd):
+    with pytest.raises(SystemExit) as end:
+        benchmark.main(options)
+    stdout, stderr = capfd.readouterr()
+    assert end.value.code == 2 and stdout == "" and reason in stderr and stderr.count("\n") == 1
+
+
+class Measured:
+    """A row whose chunks lose these shares of the cores, one after the other; its values count them."""
+
+    def __init__(self, *lost):
+        self.lost, self.runs = lost, 0
+
+    def run(self):
+        self.runs += 1
+        return self.runs, self.lost[self.runs - 1]
+
+
+@pytest.fixture
+def losing(monkeypatch):
+    monkeypatch.setattr(benchmark, "watched", lambda run: run())
+    monkeypatch.setattr(benchmark, "wait_for_quiet", lambda: None)
+    return lambda **rows: benchmark.measure(rows, benchmark.parse(["--rounds", "1"]))
+
+
+def test_a_chunk_that_others_disturbed_is_repeated_and_an_undisturbed_one_is_not(losing):
+    samples, fates = losing(quiet=Measured(0.01), noisy=Measured(0.5, 0.3, 0.01))
+    assert samples == {"quiet": [1], "noisy": [3]}
+    assert fates == {"all": 2, "repeated": 2, "disturbed": 0}
+
+
+def test_the_repeats_come_to_an_end_and_the_least_disturbed_chunk_is_kept(losing):
+    samples, fates = losing(noisy=Measured(0.5, 0.2, 0.3))
+    assert samples == {"noisy": [2]}
+    assert fates == {"all": 1, "repeated": 2, "disturbed": 1}
+
+
+def test_what_others_took_is_the_work_of_the_cores_that_is_not_ours(monkeypatch):
+    """In 2 seconds 3 cores worked 4 seconds, of which 2.5 are ours: of the 6 that there were others took 1.5."""
+    monkeypatch.setattr(benchmark, "CORES", ["cpu0", "cpu1", "cpu2"])
+    monkeypatch.setattr(benchmark, "busy", iter([10.0, 14.0]).__next__)
+    monkeypatch.setattr(benchmark.time, "perf_counter", iter([100.0, 102.0]).__next__)
+    assert benchmark.watched(lambda: ("value", 2.5)) == ("value", 1.5 / 6)
+
+
+def crash(job):
+    raise MemoryError("no more")
+
+
+def test_a_loop_that_cannot_run_ends_the_benchmark_in_one_line_and_leaves_no_process(monkeypatch, capfd):
+    before = multiprocessing.active_children()
+    monkeypatch.setattr(benchmark, "table", lambda nproc: {"Training": [("bare loop", benchmark.Loop(crash, True))]})
+    with pytest.raises(SystemExit) as end:
+        benchmark.main(["--quick"])
+    assert end.value.code == 2
+    assert capfd.readouterr().err.split("\r")[-1] == "bare loop ended with an error: MemoryError: no more\n"
+    assert multiprocessing.active_children() == before
