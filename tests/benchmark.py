@@ -456,7 +456,10 @@ def main(argv=None):
                 ratio, quartiles = compared(samples[name], samples[against]) if against else ("", "")
                 print(f"{start:<41}{ratio:>9}  {quartiles:<19}{f'of {against}: ' if against else ''}{reason}")
                 start = ""
-    print(f"\n{fates['repeated']} chunks repeated, {fates['disturbed']} of {fates['all']} kept although disturbed")
+    print(
+        "\nMiB: the peak memory of the largest process. Of other programs: "
+        f"{fates['repeated']} chunks repeated, {fates['disturbed']} of {fates['all']} kept although disturbed"
+    )
 
 
 if __name__ == "__main__":

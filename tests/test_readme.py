@@ -31,7 +31,7 @@ def commands():
         if kind == "bash" or inline:
             last = piece.end(), (text or inline).strip()
             found[last[1]] = ""
-        elif kind in ("text", "diff") and "\n\n" not in README[last[0] : piece.start()].strip("\n"):
+        elif kind in ("text", "diff") and README[last[0] : piece.start()].count("\n") <= 1:
             found[last[1]] = text
     return {command: shown for command, shown in found.items() if "pytest" not in command}
 
@@ -78,7 +78,7 @@ def printed(results):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_runs_as_it_stands_and_prints_what_is_shown(command, results):
     result = results[command]
-    assert result.returncode == (1 if command.startswith("diff") else 0), result.stderr
+    assert result.returncode == 0, result.stderr
     shown = COMMANDS[command]
     if shown.startswith(("1 process", "2 processes")):
         first, *_, last_epoch, last = shown.strip().splitlines()
@@ -149,9 +149,10 @@ def test_each_row_of_the_tables_of_claims_names_tests_that_exist_and_those_for_g
 
 def test_each_file_and_each_heading_that_is_linked_or_named_exists():
     files = set(re.findall(r"`((?:common|tests)/[\w.]+|\w+\.py)`", README)) - {"my_train.py"}
-    assert len(files) > 8 and all((ROOT / file).exists() for file in files)
+    assert len(files) >= 7 and all((ROOT / file).exists() for file in files)
     anchors = re.findall(r"\]\(#([\w-]+)\)", README)
-    headings = {re.sub(r"[^\w -]", "", line.lstrip("# ")).lower().replace(" ", "-") for line in README.splitlines() if line.startswith("#")}
+    headings = re.findall(r"^#+ (.*)", README, re.MULTILINE)
+    headings = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
     assert anchors and set(anchors) <= headings
     assert all(link.startswith("https://") for link in re.findall(r"\]\(([^#)]+)\)", README))
 
