@@ -17,7 +17,7 @@ from common.evaluation import count_correct
 from common.model import build_model
 from common.options import parse_args
 from common.report import check_metrics, describe, report
-from common.spawning import spawning
+from common.spawning import attached, spawning
 
 
 def main(argv=None):
@@ -25,7 +25,7 @@ def main(argv=None):
     # Without a port that is already open two runs that start together could choose the same one.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with spawning():
-        mp.spawn(train, args=(args, store.port), nprocs=args.world_size)
+        mp.spawn(attached(train), args=(args, store.port), nprocs=args.world_size)
 
 
 def train(rank, args, port):

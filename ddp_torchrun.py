@@ -39,7 +39,8 @@ def train(args):
     torch.set_num_threads(args.threads)
     # Without a store of its own a restarted group would find the addresses of the processes that died.
     store, rank, _ = next(dist.rendezvous("env://"))
-    store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+    if os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True":
+        store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     # Without a group no process could reach another.
     dist.init_process_group(backend, store=store, rank=rank, world_size=args.world_size, device_id=device_id)
 

@@ -1,6 +1,7 @@
 """What mp.spawn needs around it: from a file, a notebook or standard input, and whoever ends the run."""
 
 import contextlib
+import functools
 import logging
 import multiprocessing
 import os
@@ -9,6 +10,20 @@ import sys
 import threading
 
 from torch.multiprocessing import ProcessExitedException
+
+
+def attached(function):
+    """The function, for a child that ends at once if its parent was killed while it started.
+
+    From then on PyTorch has it interrupted when the parent dies; before, it would wait for the parent's store.
+    """
+    return functools.partial(_attached, function)
+
+
+def _attached(function, *args):
+    if not multiprocessing.parent_process().is_alive():
+        sys.exit(1)
+    function(*args)
 
 
 @contextlib.contextmanager

@@ -4,14 +4,13 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 
 import pytest
 import torch.distributed as dist
 
-from tests.processes import ROOT, edited, losses, run_script, torchrun_numbers
+from tests.processes import ROOT, edited, run_script, torchrun_numbers
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "ddp_torchrun.py"]
 COMMANDS = {
@@ -108,22 +107,6 @@ def test_when_train_returns_the_threads_of_the_group_are_gone(ended):
     """With the line gone they outlive the run, and abort the process where they meet the interpreter's end."""
     for name, threads in ("with the line", 0), ("without the line", 3):
         assert ended[name].stdout.splitlines()[-1] == f"threads of the group: {threads}", ended[name].stderr
-
-
-def test_two_agents_of_one_process_give_the_result_of_one_agent_of_two(tmp_path):
-    """As on two machines, where each process is the first of its own."""
-    together = run_script(tmp_path, "ddp_torchrun.py", "--epochs", 2, nproc=2)
-    with socket.socket() as reserved:  # bound but not listening: nobody else gets this port, and the first agent may
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved.bind(("127.0.0.1", 0))
-        address = ["--master_addr=127.0.0.1", f"--master_port={reserved.getsockname()[1]}"]
-        options = ["--nnodes=2", "--nproc_per_node=1", *address]
-        agents = [[*TORCHRUN[:3], *options, f"--node_rank={rank}", TORCHRUN[-1]] for rank in (0, 1)]
-        first, second = run_all(agents, "--epochs", 2, environments=[{"OMP_NUM_THREADS": "1"}] * 2)
-    assert [first.returncode, second.returncode] == [0, 0], first.stderr + second.stderr
-    for (loss, _), expected in zip(re.findall(EPOCH, first.stdout), losses(together), strict=True):
-        assert float(loss) == pytest.approx(expected, abs=1e-4)
-    assert second.stdout == "", "only rank 0 prints"
 
 
 def test_a_process_that_dies_ends_the_run_with_an_error_and_its_own_traceback(tmp_path):

@@ -136,6 +136,14 @@ def test_the_children_of_a_killed_parent_end_even_where_interrupts_are_ignored(i
         assert gone(members)
 
 
+def test_children_whose_parent_is_killed_while_they_start_end_by_themselves(tmp_path):
+    with running(COMMANDS["ddp_mp_spawn.py"], tmp_path) as (process, _):
+        children = wait_for(lambda: len(workers(family(process.pid), "ddp_mp_spawn.py")) == 2 and family(process.pid), 60)
+        process.kill()
+        process.wait()
+        assert wait_for(lambda: gone(children), 60), "they would wait five minutes for the store of their parent"
+
+
 def test_workers_that_outlive_a_killed_launcher_keep_the_next_run_from_their_checkpoint(tmp_path):
     with all_running(tmp_path, SCRIPTS[2:]) as runs:
         [(folder, process, members)] = runs.values()
