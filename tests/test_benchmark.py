@@ -3,6 +3,7 @@
 import multiprocessing
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -34,7 +35,7 @@ def test_one_command_prints_each_row_and_each_comparison_once(printed):
                 assert 0 < float(low) <= float(ratio) <= float(high)
                 compared += 1
     assert len(ROWS) >= 17 and compared >= 18
-    assert len([line for line in lines if " to " in line]) == compared
+    assert len([line for line in lines if re.search(r"[\d.]+ to [\d.]+ +of ", line)]) == compared
 
 
 def test_the_first_lines_say_what_was_measured_on_what(printed):
@@ -105,6 +106,17 @@ def test_what_others_took_is_the_work_of_the_cores_that_is_not_ours(monkeypatch)
     monkeypatch.setattr(benchmark, "busy", iter([10.0, 14.0]).__next__)
     monkeypatch.setattr(benchmark.time, "perf_counter", iter([100.0, 102.0]).__next__)
     assert benchmark.watched(lambda: ("value", 2.5)) == ("value", 1.5 / 6)
+
+
+def test_a_chunk_times_the_steps_that_were_asked_for_and_not_the_one_before_them(monkeypatch):
+    """Each step takes one second here, so the seconds count the steps."""
+    reports, orders = [], iter([(1, 3), (1, 2), (1, 2)])
+    clock = benchmark.chunks(SimpleNamespace(send=reports.append, recv=lambda: next(orders)), cuda=False)
+    now = 0
+    monkeypatch.setattr(benchmark.time, "perf_counter", lambda: now)
+    for now in range(1 + 3 + 1 + 2 + 1):
+        next(clock)
+    assert reports[0] is None and [seconds for seconds, _, _ in reports[1:]] == [3, 2]
 
 
 def crash(job):

@@ -157,7 +157,7 @@ def test_workers_that_outlive_a_killed_launcher_keep_the_next_run_from_their_che
 
 def test_after_some_kills_the_run_ends_with_the_bits_of_an_untouched_one():
     command = "python tests/chaos.py --kills 3"
-    assert f"\n{command}\n" in (ROOT / "README.md").read_text()
+    assert f"`{command}`" in (ROOT / "README.md").read_text()
     result = run([sys.executable, *command.split()[1:]], seconds=400)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("3 kills (1 in start-up, 1 in an epoch, 1 in a save)")
