@@ -81,7 +81,7 @@ def table(nproc):
         ("lightning_fabric", Loop(fabric, many=True), ("ddp_torchrun.py", "the loop of its manual")),
     ]  # fmt: skip
     loading = [
-        ("indexing", Loop(indexing), ("", "the limit: one operation a batch, no loader")),
+        ("indexing", Loop(indexing), ("", "one operation a batch, no loader")),
         ("ImageSet", Loop(partial(load, data=ImageSet)), ("indexing", "the loader of the scripts"),
             ("PIL and ToTensor", "what whole batches bring")),
         ("TensorDataset", Loop(partial(load, data=TensorDataset)), ("indexing", "single tensors, stacked")),
