@@ -4,7 +4,7 @@ import time
 
 import torch
 import torch.distributed as dist
-# Without this import before the group is made, gloo's threads would outlive it and could crash the exit.
+# Without this import before the group is made, gloo's threads would outlive the group and could crash the exit.
 import torch.distributed.nn
 import torch.multiprocessing as mp
 import torch.nn.functional as F
@@ -31,8 +31,8 @@ def main(argv=None):
 def train(rank, args, port):
     # Without this every process would print the opening line, and the same error.
     args.speaks = rank == 0
-    # Without its own device and threads each process would use GPU 0, or all the cores of the CPU.
-    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+    # Without its own device and threads each process would use GPU 0, and of the CPU one core or all of them.
+    device = torch.device(f"cuda:{rank}" if torch.cuda.is_available() else "cpu")
     backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -64,7 +64,7 @@ def train(rank, args, port):
 
         for images, labels in train_loader:
             images, labels = images.to(device), labels.to(device)
-            # Without calling the wrapper backward() would average no gradients.
+            # Without the wrapper in this call backward() would average no gradients.
             loss = F.cross_entropy(ddp_model(images), labels)
             optimizer.zero_grad()
             loss.backward()

@@ -5,7 +5,7 @@ import time
 
 import torch
 import torch.distributed as dist
-# Without this import before the group is made, gloo's threads would outlive it and could crash the exit.
+# Without this import before the group is made, gloo's threads would outlive the group and could crash the exit.
 import torch.distributed.nn
 import torch.nn.functional as F
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -23,23 +23,23 @@ from common.report import check_metrics, describe, report
 # Without this torchrun's report would not show the error of the process that failed first.
 @record
 def main(argv=None):
-    # Without torchrun's variables no process would know how many others run, here and in all.
-    world_size, local_world_size = int(os.environ.get("WORLD_SIZE", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 0))
+    # Without torchrun's variables no process would know how many there are, on this machine and in all.
+    world_size, local_world_size = int(os.environ.get("WORLD_SIZE") or 0), int(os.environ.get("LOCAL_WORLD_SIZE") or 0)
     args = parse_args(argv, world_size, local_world_size, speaks=os.environ.get("RANK", "0") == "0")
     train(args)
 
 
 def train(args):
     local_rank = int(os.environ["LOCAL_RANK"])
-    # Without its own device and threads each process would use GPU 0, or all the cores of the CPU.
-    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    # Without its own device and threads each process would use GPU 0, and of the CPU one core or all of them.
+    device = torch.device(f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu")
     backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.set_num_threads(args.threads)
-    # Without a store of its own a restarted group would find the addresses of the processes that died.
+    # Without names of its own in torchrun's store a restarted group would find the addresses of dead processes.
     store, rank, _ = next(dist.rendezvous("env://"))
-    if os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True":
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     # Without a group no process could reach another.
     dist.init_process_group(backend, store=store, rank=rank, world_size=args.world_size, device_id=device_id)
@@ -67,7 +67,7 @@ def train(args):
 
         for images, labels in train_loader:
             images, labels = images.to(device), labels.to(device)
-            # Without calling the wrapper backward() would average no gradients.
+            # Without the wrapper in this call backward() would average no gradients.
             loss = F.cross_entropy(ddp_model(images), labels)
             optimizer.zero_grad()
             loss.backward()

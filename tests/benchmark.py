@@ -221,7 +221,7 @@ def work(connection, loop, argv, size, rank, nproc, port):
     os.environ |= torchrun_numbers(rank, nproc) | {"MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "benchmark"}
     args = parse_args(argv, nproc, nproc, speaks=False)
     args.epochs, args.lr = sys.maxsize, 1e-4  # no end, and no infinite loss
-    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device(f"cuda:{rank}" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     noise = torch.randint(256, (size // 100 + 1, *SHAPES[args.dataset][1:]), dtype=torch.uint8)

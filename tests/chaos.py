@@ -10,6 +10,7 @@ status 0 only if all kills were made and the weights, and the state of the optim
 import argparse
 import collections
 import contextlib
+import math
 import os
 import random
 import signal
@@ -26,9 +27,9 @@ SECONDS = 120  # the longest wait for anything; what takes longer hangs
 
 
 def command(args, checkpoint):
-    """The run: enough epochs that it cannot end before the last kill."""
+    """The run: enough epochs that it cannot end before the last kill, which lets at most two be finished."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.nproc}"]
-    options = ["--epochs", str(8 + 6 * args.kills), "--batch-size", "240", "--checkpoint", str(checkpoint)]
+    options = ["--epochs", str(3 + 2 * args.kills), "--batch-size", "240", "--checkpoint", str(checkpoint)]
     return [*launch, f"--max-restarts={args.kills}", str(ROOT / "ddp_torchrun.py"), *options]
 
 
@@ -78,6 +79,12 @@ def stamp(path):
     return 0
 
 
+def wait_for_save(run, checkpoint, seconds=math.inf):
+    """Wait until the checkpoint is replaced, or this long."""
+    before, end = stamp(checkpoint), time.monotonic() + seconds
+    wait_for("an epoch", lambda: stamp(checkpoint) != before or run.poll() is not None or time.monotonic() > end)
+
+
 def kill(run, moment, checkpoint, workers, nproc, chance):
     """Wait for the workers of a new attempt, then for the moment, and kill one of them."""
 
@@ -90,12 +97,11 @@ def kill(run, moment, checkpoint, workers, nproc, chance):
     workers |= set(attempt.values())
     victim = attempt[chance.randrange(nproc)]
     if moment == "start-up":
-        time.sleep(chance.uniform(0, 5))
+        wait_for_save(run, checkpoint, chance.uniform(0, 5))
     else:
-        before = stamp(checkpoint)
-        wait_for("an epoch", lambda: stamp(checkpoint) != before or run.poll() is not None)
+        wait_for_save(run, checkpoint)
         if moment == "an epoch":
-            time.sleep(chance.uniform(0, 0.5))
+            wait_for_save(run, checkpoint, chance.uniform(0, 0.5))
         else:
             temporary = checkpoint.with_name(f".{checkpoint.name}.tmp")
             wait_for("a save", lambda: temporary.exists() or run.poll() is not None, pause=0)

@@ -30,9 +30,9 @@ def default(tmp_path_factory):
 
 
 WHY = (
-    "{} on {} processes trains something else than single_gpu.py. If you changed common/model.py or common/data.py: "
-    "a layer that looks across the batch (BatchNorm) or draws random numbers (dropout), and data that a rank reads "
-    "in its own way, do this. Take GroupNorm, or a recipe of the README and other expectations than this test's"
+    "{} on {} processes does not train what single_gpu.py trains. Causes, if you changed common/model.py or "
+    "common/data.py: a layer that looks across the batch (BatchNorm) or draws random numbers (dropout), or data that a "
+    "rank reads in its own way. Take GroupNorm, or a recipe of the README and other expectations than this test's"
 )
 
 

@@ -40,9 +40,10 @@ def family(session):
 
 
 @contextlib.contextmanager
-def running(command, folder, ignore_sigint=False):
+def running(script, folder, ignore_sigint=False):
     """A run of many epochs in this folder; yields it, and a call that waits for its first save and returns all pids."""
-    command = [*command[:-1], str(ROOT / command[-1]), "--epochs", "1000", "--checkpoint", "model.pt"]
+    *command, path = COMMANDS[script]
+    command = [*command, str(ROOT / path), "--epochs", "1000", "--checkpoint", "model.pt"]
     signal.signal(signal.SIGINT, signal.default_int_handler)  # where the tests were started with it ignored
     if ignore_sigint:  # as a shell does for its background jobs
         command = ["bash", "-c", 'trap "" INT; exec "$@"', "bash", *command]
@@ -66,17 +67,6 @@ def running(command, folder, ignore_sigint=False):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.wait()
-
-
-@contextlib.contextmanager
-def all_running(folder, scripts, **how):
-    """Runs of several scripts that have all saved; yields for each its folder, the process that was started, all pids."""
-    with contextlib.ExitStack() as stack:
-        runs = []
-        for script in scripts:
-            (folder / script).mkdir()
-            runs.append((folder / script, *stack.enter_context(running(COMMANDS[script], folder / script, **how))))
-        yield {place.name: (place, process, saved()) for place, process, saved in runs}
 
 
 def gone(members):
@@ -103,41 +93,41 @@ def epoch_of(folder):
     return torch.load(folder / "model.pt", weights_only=True)["epoch"]
 
 
-def test_when_a_process_is_killed_the_run_ends_and_nothing_is_left(tmp_path):
-    with all_running(tmp_path, SCRIPTS[1:]) as runs:
-        for script, (folder, process, members) in runs.items():
-            two = workers(members, script)
-            assert len(two) == 2
-            os.kill(two[1], signal.SIGKILL)
-            assert process.wait(60) == 1
-            assert gone(members)
-            assert "SIGKILL" in (folder / "log").read_text()
-            assert epoch_of(folder) >= 1
+@pytest.mark.parametrize("script", SCRIPTS[1:])
+def test_when_a_process_is_killed_the_run_ends_and_nothing_is_left(script, tmp_path):
+    with running(script, tmp_path) as (process, saved):
+        members = saved()
+        two = workers(members, script)
+        assert len(two) == 2
+        os.kill(two[1], signal.SIGKILL)
+        assert process.wait(60) == 1
+        assert gone(members)
+    assert "SIGKILL" in (tmp_path / "log").read_text()
+    assert epoch_of(tmp_path) >= 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_the_process_that_was_started_ends_all_and_leaves_a_good_checkpoint(number, tmp_path):
-    with all_running(tmp_path, SCRIPTS) as runs:
-        for folder, process, members in runs.values():
-            process.send_signal(number)
-            assert process.wait(60) != 0
-            assert gone(members)
-    for script, (folder, *_) in runs.items():
-        options = ["--epochs", epoch_of(folder) + 1, "--checkpoint", folder / "model.pt"]
-        assert len(losses(run_script(tmp_path, script, *options, nproc=2))) == 1
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_signal_to_the_process_that_was_started_ends_all_and_leaves_a_good_checkpoint(script, number, tmp_path):
+    with running(script, tmp_path) as (process, saved):
+        members = saved()
+        process.send_signal(number)
+        assert process.wait(60) != 0
+        assert gone(members)
+    options = ["--epochs", epoch_of(tmp_path) + 1, "--checkpoint", tmp_path / "model.pt"]
+    assert len(losses(run_script(tmp_path, script, *options, nproc=2))) == 1
 
 
-@pytest.mark.parametrize("ignored", [False, True])
-def test_the_children_of_a_killed_parent_end_even_where_interrupts_are_ignored(ignored, tmp_path):
-    with all_running(tmp_path, SCRIPTS[1:2], ignore_sigint=ignored) as runs:
-        [(_, process, members)] = runs.values()
+def test_the_children_of_a_killed_parent_end_even_where_interrupts_are_ignored(tmp_path):
+    with running("ddp_mp_spawn.py", tmp_path, ignore_sigint=True) as (process, saved):
+        members = saved()
         assert len(workers(members, "ddp_mp_spawn.py")) == 2
         process.kill()
         assert gone(members)
 
 
 def test_children_whose_parent_is_killed_while_they_start_end_by_themselves(tmp_path):
-    with running(COMMANDS["ddp_mp_spawn.py"], tmp_path) as (process, _):
+    with running("ddp_mp_spawn.py", tmp_path) as (process, _):
         children = wait_for(lambda: len(workers(family(process.pid), "ddp_mp_spawn.py")) == 2 and family(process.pid), 60)
         process.kill()
         process.wait()
@@ -145,14 +135,14 @@ def test_children_whose_parent_is_killed_while_they_start_end_by_themselves(tmp_
 
 
 def test_workers_that_outlive_a_killed_launcher_keep_the_next_run_from_their_checkpoint(tmp_path):
-    with all_running(tmp_path, SCRIPTS[2:]) as runs:
-        [(folder, process, members)] = runs.values()
+    with running("ddp_torchrun.py", tmp_path) as (process, saved):
+        members = saved()
         process.kill()
         process.wait()
-        next_run = run_script(tmp_path, "single_gpu.py", "--checkpoint", folder / "model.pt")
+        next_run = run_script(tmp_path, "single_gpu.py", "--checkpoint", tmp_path / "model.pt")
         living = [pid for pid in workers(members, "ddp_torchrun.py") if Path(f"/proc/{pid}").exists()]
-        assert len(living) == 2, "torchrun's workers live on"
-        assert next_run.status == 2 and next_run.stderr.startswith("another run is writing")
+    assert len(living) == 2, "torchrun's workers live on"
+    assert next_run.status == 2 and next_run.stderr.startswith("another run is writing")
 
 
 def test_after_some_kills_the_run_ends_with_the_bits_of_an_untouched_one():

@@ -21,19 +21,27 @@ def run(folder, *edits, script="ddp_torchrun.py", nproc=2, epochs=1, options=())
     return run_script(folder, path, "--epochs", epochs, "--batch-size", BATCH, *options, nproc=nproc)
 
 
+@pytest.fixture(scope="module")
+def shipped(tmp_path_factory):
+    """What two epochs of each DDP script do as they stand, which the tests compare with edited copies."""
+    scripts = ["ddp_mp_spawn.py", "ddp_torchrun.py"]
+    return {script: run(tmp_path_factory.mktemp("shipped"), script=script, epochs=2) for script in scripts}
+
+
 def metrics(result):
     """Rank 0's sum of losses, training images, correct test images and test images, an epoch each."""
     return [record["metrics"] for record in result.seen[0] if record["what"] == "report"]
 
 
-# Without its own device and threads each process would use GPU 0, or all the cores of the CPU.
+# Without its own device and threads each process would use GPU 0, and of the CPU one core or all of them.
 
 
-def test_each_process_takes_its_share_of_the_cores(tmp_path):
+def test_each_process_takes_its_share_of_the_cores(tmp_path, shipped):
     cores = len(os.sched_getaffinity(0))
-    for edits, threads in ([], max(1, cores // 2)), ([("    torch.set_num_threads(args.threads)\n", "")], cores):
-        ranks = run(tmp_path, *edits).seen
-        assert [record["threads"] for rank in ranks for record in rank if record["what"] == "threads"] == [threads] * 2
+    without = run(tmp_path, ("    torch.set_num_threads(args.threads)\n", ""))
+    for result, threads in (shipped["ddp_torchrun.py"], max(1, cores // 2)), (without, cores):
+        seen = [record["threads"] for rank in result.seen for record in rank if record["what"] == "threads"]
+        assert seen == [threads] * 2
 
 
 # Without a port that is already open two runs that start together could choose the same one.
@@ -80,6 +88,34 @@ def test_without_a_group_nothing_can_be_exchanged(script, tmp_path):
     assert result.status == 1 and "process group has not been initialized" in result.stderr
 
 
+STORE = """    store, rank, _ = next(dist.rendezvous("env://"))
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+"""
+GROUP = "(backend, store=store, rank=rank, world_size=args.world_size, device_id=device_id)\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "edits"),
+    [
+        ("ddp_torchrun.py", [(STORE, ""), (GROUP, "(backend, device_id=device_id)\n    rank = dist.get_rank()\n")]),
+        ("ddp_mp_spawn.py", [("    with spawning():\n        mp.spawn(attached(train)", "    mp.spawn(train")]),
+    ],
+)
+def test_what_is_for_restarts_and_kills_does_not_change_what_is_trained(script, edits, tmp_path, shipped):
+    assert weights(run(tmp_path, *edits, script=script, epochs=2)) == weights(shipped[script])
+
+
+def test_the_standard_variables_alone_which_any_launcher_can_set_are_enough(tmp_path, shipped):
+    """Then rank 0 hosts the store itself."""
+    with socket.socket() as port:
+        port.bind(("127.0.0.1", 0))
+        variables = {"TORCHELASTIC_USE_AGENT_STORE": "", "MASTER_PORT": str(port.getsockname()[1])}
+    options = "--epochs", 2, "--batch-size", BATCH
+    result = run_script(tmp_path, "ddp_torchrun.py", *options, nproc=2, environment=variables)
+    assert weights(result) == weights(shipped["ddp_torchrun.py"])
+
+
 # Without these shares every process would take every image, and the global batch would grow N times.
 
 
@@ -102,9 +138,10 @@ def test_without_the_distributed_sampler_every_process_trains_on_the_same_images
     assert shares[0] == shares[1]
 
 
-def test_without_the_division_a_step_takes_the_batch_of_one_device_from_every_process(tmp_path):
-    for edits, share in ([], BATCH // 2), ([("args.batch_size // args.world_size", "args.batch_size")], BATCH):
-        assert {len(batch) for rank in batches(run(tmp_path, *edits)) for batch in rank} == {share}
+def test_without_the_division_a_step_takes_the_batch_of_one_device_from_every_process(tmp_path, shipped):
+    without = run(tmp_path, ("args.batch_size // args.world_size", "args.batch_size"))
+    for result, share in (shipped["ddp_torchrun.py"], BATCH // 2), (without, BATCH):
+        assert {len(batch) for rank in batches(result) for batch in rank} == {share}
 
 
 def test_without_drop_last_the_sampler_repeats_images_to_fill_up_the_shares(tmp_path):
@@ -116,10 +153,10 @@ def test_without_drop_last_the_sampler_repeats_images_to_fill_up_the_shares(tmp_
         assert len(dealt) - len(set(dealt)) == (0 if steps == 2 else 3)
 
 
-def test_without_drop_last_the_loader_trains_on_a_smaller_last_batch(tmp_path):
-    loader = ("sampler=sampler, drop_last=True)", "sampler=sampler)")
-    for edits, steps in ([], STEPS), ([loader], STEPS + 1):
-        assert {len(share) for share in batches(run(tmp_path, *edits))} == {steps}
+def test_without_drop_last_the_loader_trains_on_a_smaller_last_batch(tmp_path, shipped):
+    without = run(tmp_path, ("sampler=sampler, drop_last=True)", "sampler=sampler)"), epochs=2)
+    for result, steps in (shipped["ddp_torchrun.py"], STEPS), (without, STEPS + 1):
+        assert {len(share) for share in batches(result)} == {2 * steps}
 
 
 def test_without_the_seed_the_sampler_deals_in_the_same_order_whatever_the_seed_of_the_run(tmp_path):
@@ -147,72 +184,75 @@ def test_evaluation_counts_each_test_image_once_whatever_their_number_and_that_o
     assert compared == 400 and padded == sum(n % world_size > 0 for n in range(1, 51) for world_size in range(1, 9))
 
 
-def test_without_its_own_part_of_the_test_images_each_process_counts_all(tmp_path):
-    stride = (", sampler=range(rank, len(test_set), args.world_size)", "")
-    for edits, counted in ([], 360), ([stride], 720):
-        assert [epoch[3] for epoch in metrics(run(tmp_path, *edits))] == [counted]
+def test_without_its_own_part_of_the_test_images_each_process_counts_all(tmp_path, shipped):
+    without = run(tmp_path, (", sampler=range(rank, len(test_set), args.world_size)", ""))
+    for result, counted in (shipped["ddp_torchrun.py"], 360), (without, 720):
+        assert {epoch[3] for epoch in metrics(result)} == {counted}
 
 
 # Without this every process would print the opening line, and the same error.
 
 
-def test_one_process_introduces_the_run_and_without_the_line_all_do(tmp_path):
+def test_one_process_introduces_the_run_and_without_the_line_all_do(tmp_path, shipped):
     lines = {"ddp_mp_spawn.py": "args.speaks = rank == 0", "ddp_torchrun.py": 'speaks=os.environ.get("RANK", "0") == "0"'}
     for script, line in lines.items():
-        for edits, times in ([], 1), ([(line, line.split("=")[0] + "=True")], 2):
-            assert run(tmp_path, *edits, script=script).stdout.count("2 processes on CPU") == times
+        without = run(tmp_path, (line, line.split("=")[0] + "=True"), script=script)
+        for result, times in (shipped[script], 1), (without, 2):
+            assert result.stdout.count("2 processes on CPU") == times
 
 
 # Without this no gradients would be averaged, and the replicas would drift apart.
-# Without calling the wrapper backward() would average no gradients.
+# Without the wrapper in this call backward() would average no gradients.
 
 
 @pytest.mark.parametrize("script", ["ddp_mp_spawn.py", "ddp_torchrun.py"])
-def test_without_the_wrapper_in_the_call_the_replicas_drift_apart(script, tmp_path):
-    for edits, equal in ([], True), ([("ddp_model(images)", "model(images)")], False):
-        first, second = weights(run(tmp_path, *edits, script=script, epochs=2))
+def test_without_the_wrapper_in_the_call_the_replicas_drift_apart(script, tmp_path, shipped):
+    without = run(tmp_path, ("ddp_model(images)", "model(images)"), script=script, epochs=2)
+    for result, equal in (shipped[script], True), (without, False):
+        first, second = weights(result)
         assert len(first) == 2 and [a == b for a, b in zip(first, second, strict=True)] == [equal] * 2
 
 
-def test_the_wrapper_gives_every_process_the_weights_of_rank_0_however_they_were_seeded(tmp_path):
+def test_the_wrapper_gives_every_process_the_weights_of_rank_0_however_they_were_seeded(tmp_path, shipped):
     """Two ranks that start from other weights stay apart for ever if only their gradients are averaged."""
     seeds = ("torch.manual_seed(args.seed)", "torch.manual_seed(args.seed + rank)")
     first, second = weights(run(tmp_path, seeds))
-    assert first == second == weights(run(tmp_path))[0]
+    assert first == second == weights(shipped["ddp_torchrun.py"])[0][:1]
 
 
 # Without this every epoch would take the images in the same order.
 
 
-def test_without_set_epoch_the_order_repeats(tmp_path):
-    for edits, repeats in ([], False), ([(SET_EPOCH, "")], True):
-        for share in batches(run(tmp_path, *edits, epochs=2)):
+def test_without_set_epoch_the_order_repeats(tmp_path, shipped):
+    without = run(tmp_path, (SET_EPOCH, ""), epochs=2)
+    for result, repeats in (shipped["ddp_torchrun.py"], False), (without, True):
+        for share in batches(result):
             assert (share[:STEPS] == share[STEPS:]) == repeats
 
 
 # Without this sum rank 0 would report the loss and accuracy of its own share.
 
 
-def test_without_all_reduce_rank_0_reports_its_own_share(tmp_path):
-    images, all_reduce = BATCH * STEPS, "        dist.all_reduce(metrics)\n"
-    for edits, images, tested in ([], images, 360), ([(all_reduce, "")], images // 2, 180):
-        assert [epoch[1::2] for epoch in metrics(run(tmp_path, *edits))] == [[images, tested]]
+def test_without_all_reduce_rank_0_reports_its_own_share(tmp_path, shipped):
+    without = run(tmp_path, ("        dist.all_reduce(metrics)\n", ""))
+    for result, part in (shipped["ddp_torchrun.py"], 1), (without, 2):
+        assert metrics(result)[0][1::2] == [BATCH * STEPS // part, 360 // part]
 
 
 # Without this condition every process would print the line, and write the same file.
 
 
-def test_without_the_condition_every_process_prints_and_saves(tmp_path):
+def test_without_the_condition_every_process_prints_and_saves(tmp_path, shipped):
     condition = ("        if rank == 0:\n            report(", "        if True:\n            report(")
-    for edits, times in ([], 1), ([condition], 2):
-        result = run(tmp_path, *edits)
-        assert result.stdout.count("epoch 1/1") == result.stdout.count("not saved") == times
+    for result, times in (shipped["ddp_torchrun.py"], 1), (run(tmp_path, condition), 2):
+        assert result.stdout.count("epoch 1/") == result.stdout.count("not saved") == times
 
 
 # Without this NCCL would warn at exit, and gloo's threads would outlive the training.
 
 
-def test_without_destroy_process_group_the_group_outlives_the_training(tmp_path):
-    for edits, open_group in ([], False), ([("    dist.destroy_process_group()\n", "")], True):
-        ends = [record["group"] for rank in run(tmp_path, *edits).seen for record in rank if record["what"] == "end"]
+def test_without_destroy_process_group_the_group_outlives_the_training(tmp_path, shipped):
+    without = run(tmp_path, ("    dist.destroy_process_group()\n", ""))
+    for result, open_group in (shipped["ddp_torchrun.py"], False), (without, True):
+        ends = [record["group"] for rank in result.seen for record in rank if record["what"] == "end"]
         assert ends == [open_group] * 2
