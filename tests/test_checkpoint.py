@@ -5,6 +5,7 @@ import os
 import random
 import resource
 import tempfile
+import threading
 
 import pytest
 import torch
@@ -212,6 +213,24 @@ deadly("{}", "{}")
 """
 
 
+def test_the_new_file_is_whole_on_the_disk_before_it_takes_the_place_of_the_old_one(tmp_path, monkeypatch):
+    """Or a power cut could leave a checkpoint of which only the name was written."""
+    path, calls, fsync, replace = tmp_path / "model.pt", [], os.fsync, os.replace
+
+    def noted_fsync(number):
+        calls.append(("fsync", os.fstat(number).st_size))
+        fsync(number)
+
+    def noted_replace(source, target):
+        calls.append(("replace", os.stat(source).st_size))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "replace", noted_replace)
+    save_checkpoint(*parts(path), epoch=0)
+    assert calls == [("fsync", path.stat().st_size), ("replace", path.stat().st_size)]
+
+
 def save_with_little_room(path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))  # bytes, as on a disk that is nearly full
     save_checkpoint(*parts(path), epoch=1)
@@ -239,13 +258,28 @@ def test_of_two_runs_with_one_checkpoint_the_second_is_refused(tmp_path):
     assert torch.load(tmp_path / "model.pt", weights_only=True)["epoch"] == 1
 
 
-def test_a_file_that_another_run_replaces_between_reading_and_locking_is_refused(tmp_path, monkeypatch, capsys):
+def test_a_run_that_is_about_to_end_is_waited_for(tmp_path):
     path = tmp_path / "model.pt"
     save_checkpoint(*parts(path), epoch=0)
+    ending = FileLock(tmp_path / ".model.pt.lock", thread_local=False)
+    ending.acquire()
+    end = threading.Timer(0.5, ending.release)
+    end.start()
+    assert load_checkpoint(*parts(path)) == 1
+    end.join()
+
+
+@pytest.mark.parametrize("same_inode", [False, True])
+def test_a_file_that_changes_between_reading_and_locking_is_refused(same_inode, tmp_path, monkeypatch, capsys):
+    """By a run that ended just now; its file may have the time of the one before, on a coarse clock, or the inode."""
+    path, other = tmp_path / "model.pt", tmp_path / "other.pt"
+    save_checkpoint(*parts(path), epoch=0)
+    save_checkpoint(*parts(other), epoch=1)
+    os.utime(other, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
     acquire = FileLock.acquire
 
     def late(lock):
-        save_checkpoint(*parts(path), epoch=1)  # by a run that ended just now
+        path.write_bytes(other.read_bytes()) if same_inode else other.replace(path)
         return acquire(lock)
 
     monkeypatch.setattr(FileLock, "acquire", late)
