@@ -53,6 +53,7 @@ def error_of(action):
 
 def test_who_waits_in_vain_waits_half_an_hour_over_gloo_and_ten_minutes_over_nccl():
     assert default_pg_timeout == timedelta(minutes=30)
+    assert torchrun.config_from_args(torchrun.parse_args(["script.py"]))[0].rdzv_configs["timeout"] == 15 * 60
     assert default_pg_nccl_timeout in (timedelta(minutes=10), None)  # None: built without NCCL
 
 
@@ -221,6 +222,12 @@ def test_torchrun_gives_each_process_one_thread_unless_somebody_chose(monkeypatc
         with caplog.at_level(logging.WARNING):
             torchrun.config_from_args(torchrun.parse_args(["--nproc_per_node=2", "ddp_torchrun.py"]))
     assert caplog.text.count("Setting OMP_NUM_THREADS environment variable for each process to be 1") == 1
+
+
+def test_torchrun_counts_the_gpus_where_the_number_of_processes_is_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert torchrun.config_from_args(torchrun.parse_args(["--nproc_per_node=gpu", "script.py"]))[0].nproc_per_node == 3
 
 
 def test_torchrun_names_the_signal_that_ended_a_process_and_has_no_traceback_that_nobody_recorded(tmp_path):
