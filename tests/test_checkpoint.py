@@ -18,7 +18,7 @@ from common.options import parse_args
 from tests.processes import SCRIPTS, context, edited, losses, run_script, run_scripts, weights
 
 every_script = pytest.mark.parametrize("script", SCRIPTS)
-FAST = ["--batch-size", 240]  # where the default is not the point
+FAST = ["--batch-size", 240]
 
 
 @functools.cache
@@ -34,8 +34,8 @@ def parts(path, *options):
     return args, model, torch.optim.SGD(model.parameters(), args.lr, momentum=0.9)
 
 
-def trained(tmp_path, script="single_gpu.py", epochs=2, options=()):
-    result = run_script(tmp_path, script, "--epochs", epochs, "--checkpoint", tmp_path / "model.pt", *options, nproc=2)
+def trained(tmp_path, script="single_gpu.py", epochs=2):
+    result = run_script(tmp_path, script, "--epochs", epochs, "--checkpoint", tmp_path / "model.pt", *FAST, nproc=2)
     assert result.status == 0, result.stderr
     return result
 
@@ -46,7 +46,7 @@ def test_the_file_holds_plain_weights_the_optimizer_the_epoch_and_the_settings(s
     state = torch.load(tmp_path / "model.pt", weights_only=True)
     assert set(state) == {"model", "optimizer", "epoch", "settings"}
     assert state["epoch"] == 2
-    assert state["settings"] == {"dataset": "digits", "model": "cnn", "batch_size": 48, "lr": 0.02, "seed": 0}
+    assert state["settings"] == {"dataset": "digits", "model": "cnn", "batch_size": 240, "lr": 0.02, "seed": 0}
     args, model, optimizer = parts(tmp_path / "other.pt")
     assert list(state["model"]) == list(model.state_dict())
     assert all(buffers["momentum_buffer"].abs().sum() > 0 for buffers in state["optimizer"]["state"].values())
@@ -176,7 +176,7 @@ def parse_as_nobody(path):
 
 @pytest.fixture(scope="module")
 def untouched(tmp_path_factory):
-    return trained(tmp_path_factory.mktemp("untouched"), epochs=3, options=FAST)
+    return trained(tmp_path_factory.mktemp("untouched"), epochs=3)
 
 
 @pytest.mark.parametrize("moment", ["torch.save(state, file)", "os.replace(temporary, args.checkpoint)"])
@@ -188,7 +188,7 @@ def test_a_process_that_is_killed_while_it_saves_leaves_a_whole_checkpoint(momen
     assert result.status == -9
     saved = 2 if (moment, side) == ("os.replace(temporary, args.checkpoint)", "after") else 1
     assert torch.load(tmp_path / "model.pt", weights_only=True)["epoch"] == saved
-    rest = trained(tmp_path, epochs=3, options=FAST)
+    rest = trained(tmp_path, epochs=3)
     assert len(losses(rest)) == 3 - saved
     assert weights(rest)[0][-1] == weights(untouched)[0][-1]
     left = {path.name for path in tmp_path.iterdir() if path.is_file()} - {"single_gpu.py"}
@@ -306,7 +306,7 @@ def test_runs_with_checkpoints_of_their_own_do_not_disturb_each_other(tmp_path):
 
 def test_processes_that_go_on_from_different_epochs_are_stopped_before_they_save(tmp_path):
     """As on machines that do not share the folder of the checkpoint: rank 1 finds no file."""
-    trained(tmp_path, epochs=1, options=FAST)
+    trained(tmp_path, epochs=1)
     before = (tmp_path / "model.pt").read_bytes()
     alone = ("load_checkpoint(args, model, optimizer)", "0 if rank else load_checkpoint(args, model, optimizer)")
     options = "--epochs", 3, "--checkpoint", tmp_path / "model.pt", *FAST
