@@ -2,14 +2,14 @@
 
 import io
 import os
+import textwrap
 import weakref
 import zipfile
-from pathlib import Path
 
 import torch
-from filelock import FileLock, Timeout
 
 from common.errors import refuse
+from common.path import lock, refuse_other_run, unlock
 
 SETTINGS = ("dataset", "model", "batch_size", "lr", "seed")  # a change of these would silently train something else
 
@@ -27,15 +27,11 @@ def load_checkpoint(args, model, optimizer):
         return 0
     before = _stamp(args.checkpoint)
     epoch = _load(args, model, optimizer) if before else 0
-    if args.speaks:  # the process that writes; its lock ends with it, however it ends
-        args.lock = FileLock(args.checkpoint.with_name(f".{args.checkpoint.name}.lock"), timeout=5)
-        try:
-            args.lock.acquire()
-            weakref.finalize(args, Path(args.lock.lock_file).unlink, missing_ok=True)
-        except Timeout:
-            before = None, None
+    if args.speaks:  # the process that writes
+        args.lock = lock(args)
+        weakref.finalize(args, unlock, args.lock)
         if _stamp(args.checkpoint) != before:
-            refuse(args, f"another run is writing {args.checkpoint}; wait for it, end it, or use another --checkpoint")
+            refuse_other_run(args)
     return epoch
 
 
@@ -63,7 +59,8 @@ def _load(args, model, optimizer):
             raise ValueError(f"epoch {state['epoch']}")
         return state["epoch"]
     except Exception as error:
-        refuse(args, f"{args.checkpoint} does not fit this model ({type(error).__name__}: {error}); use another one")
+        reason = textwrap.shorten(f"{type(error).__name__}: {error}", 200, placeholder=" …")
+        refuse(args, f"{args.checkpoint} does not fit this model ({reason}); use another one")
 
 
 def _read(path):

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from common.errors import refuse
+from common.path import check_path
 
 
 def parse_args(argv=None, world_size=1, local_world_size=1, speaks=True):
@@ -50,11 +51,14 @@ def parse_args(argv=None, world_size=1, local_world_size=1, speaks=True):
         args.speaks = True
         script = parser.prog if parser.prog.endswith(".py") else "ddp_torchrun.py"
         refuse(args, f"start this script with torchrun: torchrun --standalone --nproc_per_node=2 {script}")
+    if "TORCHELASTIC_RUN_ID" in os.environ and world_size != int(os.environ["WORLD_SIZE"]):
+        args.speaks = os.environ["RANK"] == "0"
+        refuse(args, "torchrun's processes would each train alone; give it ddp_torchrun.py, or start this script with python")
     if world_size is None:
         world_size = local_world_size = args.nproc
     args.world_size = world_size
     _check_processes(args, local_world_size)
-    _check_path(args)
+    check_path(args)
     return args
 
 
@@ -79,21 +83,6 @@ def _check_processes(args, local_world_size):
     if chosen == "1" and local_world_size > 1 and "nproc" not in args:
         chosen = ""  # torchrun sets it to 1 where nobody chose, which would leave most cores idle
     args.threads = int(chosen) if chosen.isdecimal() and 0 < int(chosen) < 2**15 else max(1, cores // local_world_size)
-
-
-def _check_path(args):
-    """Refuse a --checkpoint that could not be written after the first epoch."""
-    path = args.checkpoint
-    if path is None:
-        return
-    if os.path.islink(path):  # what it points to is written and locked, and the link stays
-        args.checkpoint = path = Path(os.path.realpath(path))
-    if os.path.isdir(path):
-        refuse(args, f"--checkpoint {path} is a folder; name a file in it, such as {path / 'model.pt'}")
-    if not os.path.isdir(path.parent):
-        refuse(args, f"--checkpoint {path} has no folder; make it first: mkdir -p {path.parent}")
-    if not os.access(path.parent, os.W_OK | os.X_OK) or os.path.exists(path) and not os.access(path, os.R_OK):
-        refuse(args, f"--checkpoint {path} cannot be written or read by this user; choose another folder")
 
 
 def _number(kind, least):

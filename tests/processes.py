@@ -214,6 +214,7 @@ def _script(path, argv, environment, float64, folder):
     os.environ.update(environment)
     if float64:
         torch.set_default_dtype(torch.float64)
+        torch.nn.modules.module.register_module_forward_pre_hook(_in_double)  # the reader's own images may be float32
     if "spawn" in path.name:
         torch.set_num_threads(1)  # a process whose OpenMP threads run cannot be forked
     torch.multiprocessing.spawn = _fork
@@ -224,6 +225,10 @@ def _script(path, argv, environment, float64, folder):
     script.main(argv)
     if path.stem != "ddp_mp_spawn":
         _note(folder, what="end", group=dist.is_initialized())
+
+
+def _in_double(module, inputs):
+    return tuple(part.double() if torch.is_tensor(part) and part.is_floating_point() else part for part in inputs)
 
 
 def _take_notes(script, folder):

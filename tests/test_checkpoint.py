@@ -276,7 +276,7 @@ def test_a_file_that_changes_between_reading_and_locking_is_refused(same_inode, 
     save_checkpoint(*parts(path), epoch=0)
     save_checkpoint(*parts(other), epoch=1)
     os.utime(other, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
-    acquire = FileLock.acquire
+    acquire, arguments = FileLock.acquire, parts(path)
 
     def late(lock):
         path.write_bytes(other.read_bytes()) if same_inode else other.replace(path)
@@ -284,7 +284,7 @@ def test_a_file_that_changes_between_reading_and_locking_is_refused(same_inode, 
 
     monkeypatch.setattr(FileLock, "acquire", late)
     with pytest.raises(SystemExit):
-        load_checkpoint(*parts(path))
+        load_checkpoint(*arguments)
     assert "another run is writing" in capsys.readouterr().err
 
 

@@ -45,7 +45,7 @@ def test_any_number_of_processes_reaches_what_one_device_reaches(script, nproc, 
     assert accuracies(result) == accuracies(single), why
     assert result.saved["model"].keys() == single.saved["model"].keys()
     for name, weight in single.saved["model"].items():
-        assert weight.dtype == torch.float64
+        assert weight.dtype == torch.float64 or not weight.is_floating_point()
         torch.testing.assert_close(result.saved["model"][name], weight, rtol=0, atol=1e-8, msg=f"{why}: {name}")
 
 
@@ -112,7 +112,7 @@ def test_a_run_that_stops_and_goes_on_ends_with_the_bits_of_one_that_did_not(scr
         assert torch.equal(parts[-1].saved["model"][name], weight)
 
 
-def test_one_checkpoint_serves_all_scripts_and_any_number_of_processes(tmp_path):
+def test_one_checkpoint_serves_all_scripts_whatever_the_number_of_processes(tmp_path):
     (tmp_path / "whole").mkdir(), (tmp_path / "parts").mkdir()
     whole = run(tmp_path / "whole", "single_gpu.py", epochs=4, options=FAST)
     stages = [("ddp_torchrun.py", 4), ("ddp_torchrun.py", 2), ("single_gpu.py", 1), ("ddp_mp_spawn.py", 3)]

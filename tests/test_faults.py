@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.processes import ROOT, SCRIPTS, losses, run_script
+from tests.processes import ROOT, SCRIPTS, losses, run_script, run_scripts
 from tests.test_commands import COMMANDS, run
 
 
@@ -139,10 +139,13 @@ def test_workers_that_outlive_a_killed_launcher_keep_the_next_run_from_their_che
         members = saved()
         process.kill()
         process.wait()
-        next_run = run_script(tmp_path, "single_gpu.py", "--checkpoint", tmp_path / "model.pt")
+        commands = [(tmp_path, script, "--checkpoint", tmp_path / "model.pt") for script in SCRIPTS]
+        next_runs = run_scripts(commands, nproc=2)
         living = [pid for pid in workers(members, "ddp_torchrun.py") if Path(f"/proc/{pid}").exists()]
     assert len(living) == 2, "torchrun's workers live on"
-    assert next_run.status == 2 and next_run.stderr.startswith("another run is writing")
+    for next_run in next_runs:
+        assert next_run.status == 2 and next_run.stderr.startswith("another run is writing")
+        assert next_run.stderr.count("\n") == 1
 
 
 def test_after_some_kills_the_run_ends_with_the_bits_of_an_untouched_one():

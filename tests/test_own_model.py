@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.processes import ROOT
+from tests.processes import ROOT, edited, losses, run_script
 
 LAYER = "nn.Conv2d(channels, 32, 3, padding=1), nn.GroupNorm(8, 32),"
 MODELS = {
@@ -53,6 +53,16 @@ def test_a_layer_that_depends_on_the_share_fails_with_the_reason_that_the_readme
     assert outcomes[name].returncode == 1
     [said] = re.findall(r"^E +AssertionError: (.*)$", outcomes[name].stdout, re.MULTILINE)
     assert f"> {said}" in (ROOT / "README.md").read_text().splitlines()
+
+
+def test_images_of_single_precision_are_compared_in_double_precision(tmp_path):
+    images = "train_set, test_set = sets = load_data(args)\n    for part in sets:\n        part.images = part.images.float()"
+    runs = []
+    for script, nproc in ("single_gpu.py", 1), ("ddp_torchrun.py", 2):
+        path = edited(tmp_path, script, ("train_set, test_set = load_data(args)", images))
+        runs.append(run_script(tmp_path, path, "--epochs", 1, "--batch-size", 240, nproc=nproc, float64=True))
+        assert runs[-1].status == 0, runs[-1].stderr
+    assert losses(runs[1]) == pytest.approx(losses(runs[0]), rel=1e-9)
 
 
 def test_a_parameter_that_no_forward_pass_uses_fails_with_the_error_of_ddp(outcomes):

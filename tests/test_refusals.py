@@ -247,6 +247,14 @@ def test_the_torchrun_script_started_by_python_says_how_to_start_it(ended, name)
     assert (ended[name].returncode, ended[name].stdout, ended[name].stderr) == (2, "", START + "\n")
 
 
+@pytest.mark.parametrize("script", SCRIPTS[:2])
+def test_a_script_without_a_group_for_torchrun_refuses_to_train_in_each_of_its_processes(script, tmp_path):
+    variables = {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2", "RANK": "0"}
+    result = run_script(tmp_path, script, nproc=2, environment=variables)
+    line = "torchrun's processes would each train alone; give it ddp_torchrun.py, or start this script with python\n"
+    assert (result.status, result.stdout, result.stderr) == (2, "", line)
+
+
 def test_the_torchrun_script_started_by_python_still_shows_its_help(capsys):
     with pytest.raises(SystemExit) as shown:
         parse_args(["--help"], world_size=0, local_world_size=0)
