@@ -9,7 +9,7 @@ import zipfile
 import torch
 
 from common.errors import refuse
-from common.path import lock, refuse_other_run, unlock
+from common.path import lock, refuse_other_run, remove, unlock
 
 SETTINGS = ("dataset", "model", "batch_size", "lr", "seed")  # a change of these would silently train something else
 
@@ -54,13 +54,16 @@ def _load(args, model, optimizer):
             refuse(args, f"{args.checkpoint} was made with {option} {value}, not {getattr(args, name)}; {way_out}")
     try:
         model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+        saved, own = state["optimizer"]["param_groups"], optimizer.state_dict()["param_groups"]
+        if [{**group, "lr": 0} for group in saved] != [{**group, "lr": 0} for group in own]:
+            raise ValueError("another optimizer")
+        optimizer.load_state_dict({**state["optimizer"], "param_groups": own})  # the rate is --lr, or a schedule's
         if type(state["epoch"]) is not int or state["epoch"] < 1:
             raise ValueError(f"epoch {state['epoch']}")
         return state["epoch"]
     except Exception as error:
         reason = textwrap.shorten(f"{type(error).__name__}: {error}", 200, placeholder=" …")
-        refuse(args, f"{args.checkpoint} does not fit this model ({reason}); use another one")
+        refuse(args, f"{args.checkpoint} does not fit this model and optimizer ({reason}); use another one")
 
 
 def _read(path):
@@ -96,8 +99,10 @@ def save_checkpoint(args, model, optimizer, epoch):
                 os.fsync(file.fileno())
             os.replace(temporary, args.checkpoint)
         except (OSError, RuntimeError) as error:
-            temporary.unlink(missing_ok=True)
-            refuse(args, f"epoch {epoch + 1} cannot be saved in {args.checkpoint} ({error}); it is as it was before")
+            reason = error.__context__ or error  # torch.save hides the system's words behind its own
+            refuse(args, f"epoch {epoch + 1} cannot be saved in {args.checkpoint} ({reason}); it is as it was before")
+        finally:
+            remove(temporary)
     if epoch + 1 == args.epochs:
         where = f"saved in {args.checkpoint}" if args.checkpoint else "not saved; --checkpoint PATH saves the model"
         print(where, flush=True)

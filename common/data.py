@@ -44,7 +44,7 @@ class ImageSet(Dataset):
 
     def __getitems__(self, indices):
         indices = torch.tensor(indices)
-        return [Batch(self.images[indices], self.labels[indices])]
+        return [Batch(*(part.index_select(0, indices) for part in (self.images, self.labels)))]
 
 
 def load_data(args):

@@ -1,6 +1,8 @@
 """The path of --checkpoint: where it may be, and the lock that lets one run at a time write it."""
 
+import contextlib
 import os
+import shlex
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -21,8 +23,10 @@ def check_path(args):
         args.checkpoint = path = Path(os.path.realpath(path))
     if os.path.isdir(path):
         refuse(args, f"--checkpoint {path} is a folder; name a file in it, such as {path / 'model.pt'}")
+    if os.path.exists(path) and not os.path.isfile(path):
+        refuse(args, f"--checkpoint {path} is a device or a pipe; name a file")
     if not os.path.isdir(path.parent):
-        refuse(args, f"--checkpoint {path} has no folder; make it first: mkdir -p {path.parent}")
+        refuse(args, f"--checkpoint {path} has no folder; make it first: mkdir -p {shlex.quote(str(path.parent))}")
     if not os.access(path.parent, os.W_OK | os.X_OK) or os.path.exists(path) and not os.access(path, os.R_OK):
         refuse(args, f"--checkpoint {path} cannot be written or read by this user; choose another folder")
     if args.speaks:  # before the others of this run wait for this process, which an error here would end
@@ -35,20 +39,28 @@ def lock(args):
     Returns:
         FileLock: held.
     Raises:
-        SystemExit: another run holds it, and still does five seconds later.
+        SystemExit: another run holds it, and still does five seconds later; or it cannot be made.
     """
     held = FileLock(args.checkpoint.with_name(f".{args.checkpoint.name}.lock"), timeout=5)
     try:
         held.acquire()
     except Timeout:
         refuse_other_run(args)
+    except OSError as error:  # the name is too long, or the lock is that of a killed run of another user
+        refuse(args, f"--checkpoint {args.checkpoint} cannot be locked ({error}); use another one")
     return held
 
 
 def unlock(held):
     """Take the file of the lock away, while no other process can hold it, and release the lock."""
-    Path(held.lock_file).unlink(missing_ok=True)
+    remove(Path(held.lock_file))
     held.release()
+
+
+def remove(path):
+    """Delete a file, if it is there and that is allowed."""
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def refuse_other_run(args):

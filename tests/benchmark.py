@@ -50,6 +50,8 @@ CORES = [f"cpu{core}" for core in sorted(os.sched_getaffinity(0))]
 SECONDS = 0.8  # a chunk: Linux counts the time of a core in hundredths of a second
 LOST = 0.04  # the share of the cores that others may take during a chunk
 WAIT = 300  # seconds after which a process hangs
+# glibc would give the memory of large activations back in each step of one process, and keep it in another, by chance.
+KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "2000000000", "MALLOC_TRIM_THRESHOLD_": "2000000000"}
 
 context = multiprocessing.get_context("forkserver")
 
@@ -463,4 +465,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    os.environ |= KEEP_MEMORY
     main()

@@ -1,8 +1,8 @@
 """Run the shipped scripts, or a function, in real processes over gloo, started fast: a fork server has torch loaded.
 
 `run_script` does what torchrun does: it hosts the store, sets the variables, and ends all processes when one fails.
-Each process writes down what it saw (Run.seen), and nothing that a script does is replaced, but for mp.spawn: it
-forks its children where it would start them anew.
+Each process writes down what it saw (Run.seen), and nothing that a script does is replaced, but for mp.spawn, which
+forks its children where it would start them anew, and in float64 for the loader, which makes floating images float64.
 """
 
 import contextlib
@@ -24,6 +24,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ["single_gpu.py", "ddp_mp_spawn.py", "ddp_torchrun.py"]
@@ -214,21 +215,26 @@ def _script(path, argv, environment, float64, folder):
     os.environ.update(environment)
     if float64:
         torch.set_default_dtype(torch.float64)
-        torch.nn.modules.module.register_module_forward_pre_hook(_in_double)  # the reader's own images may be float32
     if "spawn" in path.name:
         torch.set_num_threads(1)  # a process whose OpenMP threads run cannot be forked
     torch.multiprocessing.spawn = _fork
     spec = importlib.util.spec_from_file_location(path.stem, path)
     script = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
+    if float64:
+        script.DataLoader = _InDouble
     _take_notes(script, folder)
     script.main(argv)
     if path.stem != "ddp_mp_spawn":
         _note(folder, what="end", group=dist.is_initialized())
 
 
-def _in_double(module, inputs):
-    return tuple(part.double() if torch.is_tensor(part) and part.is_floating_point() else part for part in inputs)
+class _InDouble(DataLoader):
+    """The loader, for the reader's own images, which may be float32."""
+
+    def __iter__(self):
+        for images, labels in super().__iter__():
+            yield images.double() if images.is_floating_point() else images, labels
 
 
 def _take_notes(script, folder):

@@ -4,6 +4,8 @@ import functools
 import os
 import random
 import resource
+import shutil
+import sys
 import tempfile
 import threading
 
@@ -73,6 +75,27 @@ def test_a_finished_run_says_so_and_changes_nothing(script, tmp_path):
     assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
+def test_the_learning_rate_is_the_one_that_was_given_and_not_the_last_one_of_a_schedule(tmp_path):
+    args, model, optimizer = parts(tmp_path / "model.pt")
+    optimizer.param_groups[0]["lr"] = 0.5
+    save_checkpoint(args, model, optimizer, epoch=0)
+    args, model, optimizer = parts(tmp_path / "model.pt")
+    assert load_checkpoint(args, model, optimizer) == 1
+    assert optimizer.param_groups[0]["lr"] == args.lr == 0.02
+
+
+def test_another_optimizer_is_refused(tmp_path, capsys):
+    save_checkpoint(*parts(tmp_path / "model.pt"), epoch=0)
+    args, model, _ = parts(tmp_path / "model.pt")
+    for optimizer in (
+        torch.optim.SGD(model.parameters(), args.lr, momentum=0.5),
+        torch.optim.Adam(model.parameters(), args.lr),
+    ):
+        with pytest.raises(SystemExit):
+            load_checkpoint(args, model, optimizer)
+        assert "does not fit this model and optimizer (ValueError: another optimizer)" in capsys.readouterr().err
+
+
 def test_without_the_state_of_the_optimizer_a_resumed_run_ends_elsewhere(tmp_path):
     """The momentum counts; that a resumed run ends with equal bits is proved in test_exactness.py."""
     whole = trained(tmp_path, epochs=2)
@@ -139,7 +162,7 @@ def test_a_model_of_another_shape_is_refused_though_the_settings_are_the_same(tm
         torch.save({key: value for key, value in state.items() if key != name}, path)
         with pytest.raises(SystemExit):
             load_checkpoint(*parts(path))
-        assert "does not fit this model (KeyError" in capsys.readouterr().err
+        assert "does not fit this model and optimizer (KeyError" in capsys.readouterr().err
     for epoch in -1, "2", 2.5, True:
         torch.save(state | {"epoch": epoch}, path)
         with pytest.raises(SystemExit):
@@ -148,17 +171,29 @@ def test_a_model_of_another_shape_is_refused_though_the_settings_are_the_same(tm
     torch.save(state | {"model": dict(list(state["model"].items())[1:])}, path)
     with pytest.raises(SystemExit):
         load_checkpoint(*parts(path))
-    assert "does not fit this model (RuntimeError" in capsys.readouterr().err
+    assert "does not fit this model and optimizer (RuntimeError" in capsys.readouterr().err
 
 
 def test_a_path_that_cannot_be_written_is_refused_before_the_first_step(tmp_path, capsys):
-    for path, fact in ((tmp_path, "is a folder"), (tmp_path / "missing/model.pt", "has no folder")):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / ".taken.lock").mkdir()
+    for path, fact in (
+        (tmp_path, "is a folder"),
+        (tmp_path / "not there/model.pt", f"mkdir -p '{tmp_path}/not there'"),
+        (tmp_path / "pipe", "is a device or a pipe"),
+        ("/dev/full", "is a device or a pipe"),
+        (tmp_path / ("x" * 250), "cannot be locked"),
+        (tmp_path / "taken", "cannot be locked"),
+    ):
         with pytest.raises(SystemExit) as refused:
             parse_args(["--checkpoint", str(path)])
         assert refused.value.code == 2 and fact in capsys.readouterr().err
-    with tempfile.TemporaryDirectory() as locked:
-        os.chmod(locked, 0o555)
-        for path in f"{locked}/model.pt", tmp_path / "model.pt":  # tmp_path is its owner's alone
+    with tempfile.TemporaryDirectory() as locked, tempfile.TemporaryDirectory() as open_to_all:
+        os.chmod(locked, 0o555), os.chmod(open_to_all, 0o777)
+        (tmp_path / "unreadable.pt").touch()
+        os.chmod(tmp_path / "unreadable.pt", 0)
+        shutil.move(tmp_path / "unreadable.pt", open_to_all)
+        for path in f"{locked}/model.pt", tmp_path / "model.pt", f"{open_to_all}/unreadable.pt":
             process = context.Process(target=parse_as_nobody, args=(str(path),))
             process.start()
             process.join(60)
@@ -231,7 +266,8 @@ def test_the_new_file_is_whole_on_the_disk_before_it_takes_the_place_of_the_old_
     assert calls == [("fsync", path.stat().st_size), ("replace", path.stat().st_size)]
 
 
-def save_with_little_room(path):
+def save_with_little_room(path, stderr):
+    sys.stderr = open(stderr, "w")
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))  # bytes, as on a disk that is nearly full
     save_checkpoint(*parts(path), epoch=1)
 
@@ -240,11 +276,23 @@ def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(tmp_path):
     path = tmp_path / "model.pt"
     save_checkpoint(*parts(path), epoch=0)
     before = path.read_bytes()
-    process = context.Process(target=save_with_little_room, args=(path,))
-    process.start()
-    process.join(60)
+    with open(tmp_path / "stderr", "w") as stderr:
+        process = context.Process(target=save_with_little_room, args=(path, stderr.name))
+        process.start()
+        process.join(60)
     assert process.exitcode == 2
-    assert path.read_bytes() == before and [file.name for file in tmp_path.iterdir()] == ["model.pt"]
+    assert path.read_bytes() == before and {file.name for file in tmp_path.iterdir()} == {"model.pt", "stderr"}
+    line = f"epoch 2 cannot be saved in {path} ([Errno 27] File too large); it is as it was before\n"
+    assert (tmp_path / "stderr").read_text() == line
+
+
+def test_a_folder_that_is_gone_when_the_epoch_is_saved_is_one_line(tmp_path, capsys):
+    (tmp_path / "folder").mkdir()
+    arguments = parts(tmp_path / "folder/model.pt")
+    (tmp_path / "folder").rmdir()
+    with pytest.raises(SystemExit):
+        save_checkpoint(*arguments, epoch=0)
+    assert "No such file or directory" in capsys.readouterr().err
 
 
 def test_of_two_runs_with_one_checkpoint_the_second_is_refused(tmp_path):
@@ -269,6 +317,15 @@ def test_a_run_that_is_about_to_end_is_waited_for(tmp_path):
     end.join()
 
 
+def test_a_run_that_goes_on_is_not_overtaken(tmp_path, capsys):
+    path = tmp_path / "model.pt"
+    save_checkpoint(*parts(path), epoch=0)
+    arguments = parts(path)
+    with FileLock(tmp_path / ".model.pt.lock"), pytest.raises(SystemExit):
+        load_checkpoint(*arguments)
+    assert "another run is writing" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("same_inode", [False, True])
 def test_a_file_that_changes_between_reading_and_locking_is_refused(same_inode, tmp_path, monkeypatch, capsys):
     """By a run that ended just now; its file may have the time of the one before, on a coarse clock, or the inode."""
@@ -290,9 +347,10 @@ def test_a_file_that_changes_between_reading_and_locking_is_refused(same_inode, 
 
 def test_a_symbolic_link_stays_and_what_it_points_to_is_written(tmp_path):
     (tmp_path / "folder").mkdir()
-    (tmp_path / "model.pt").symlink_to(tmp_path / "folder/real.pt")
+    (tmp_path / "folder/link.pt").symlink_to("real.pt")
+    (tmp_path / "model.pt").symlink_to("folder/link.pt")
     trained(tmp_path, epochs=1)
-    assert (tmp_path / "model.pt").is_symlink()
+    assert (tmp_path / "model.pt").is_symlink() and (tmp_path / "folder/link.pt").is_symlink()
     assert torch.load(tmp_path / "folder/real.pt", weights_only=True)["epoch"] == 1
 
 
@@ -306,7 +364,7 @@ def test_runs_with_checkpoints_of_their_own_do_not_disturb_each_other(tmp_path):
 
 def test_processes_that_go_on_from_different_epochs_are_stopped_before_they_save(tmp_path):
     """As on machines that do not share the folder of the checkpoint: rank 1 finds no file."""
-    trained(tmp_path, epochs=1)
+    trained(tmp_path, epochs=2)
     before = (tmp_path / "model.pt").read_bytes()
     alone = ("load_checkpoint(args, model, optimizer)", "0 if rank else load_checkpoint(args, model, optimizer)")
     options = "--epochs", 3, "--checkpoint", tmp_path / "model.pt", *FAST

@@ -1,6 +1,9 @@
 """The commands as a person types them: real processes, nothing loaded before, nothing replaced."""
 
+import concurrent.futures
 import contextlib
+import logging
+import multiprocessing
 import os
 import re
 import signal
@@ -8,8 +11,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from common.options import parse_args
+from common.report import report
+from common.spawning import spawning
 from tests.processes import ROOT, edited, run_script, torchrun_numbers
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "ddp_torchrun.py"]
@@ -59,6 +66,35 @@ def run_all(commands, *options, cwd=ROOT, texts=None, environments=None, seconds
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def test_the_line_of_an_epoch_says_what_was_measured(capsys):
+    """Over 8 training and 4 test images, in 2 seconds, in the third of ten epochs."""
+    report(parse_args([]), 2, torch.tensor([4.0, 8, 3, 4, 2], dtype=torch.float64), 2.0)
+    assert capsys.readouterr().out == "epoch  3/10  loss 0.500000  test accuracy 75.00%  4 images/s  eta 14 s\n"
+
+
+def test_what_spawning_changes_it_puts_back_and_a_child_of_others_lives_on():
+    def state():
+        return signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT), logger.level, main.__file__
+
+    main, logger = sys.modules["__main__"], logging.getLogger("torch.multiprocessing.spawn")
+    with multiprocessing.Pool(1) as others, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(main, "__file__", "<stdin>", raising=False)
+        patch.setattr(logger, "level", logging.INFO)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        before = state()
+        with spawning():
+            assert not hasattr(main, "__file__") and logger.level == logging.ERROR
+            assert signal.getsignal(signal.SIGTERM) != before[0] and signal.getsignal(signal.SIGINT) != before[1]
+        assert state() == before
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        assert others.apply(int) == 0
+
+
+def test_spawning_works_in_a_thread_where_no_signal_can_be_handled():
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        assert threads.submit(lambda: spawning().__enter__()).result() is None
 
 
 PROGRAMS = {

@@ -113,7 +113,7 @@ def test_a_batch_is_taken_in_one_indexing_operation():
     loader = DataLoader(some_images(), 10)
     with Note():
         next(iter(loader))
-    assert operations.count("index") == 2  # the images, and the labels
+    assert operations.count("index_select") == 2  # the images, and the labels
     assert not {"select", "stack", "cat"} & set(operations)
 
 

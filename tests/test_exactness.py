@@ -31,8 +31,8 @@ def default(tmp_path_factory):
 
 WHY = (
     "{} on {} processes does not train what single_gpu.py trains. Causes, if you changed common/model.py or "
-    "common/data.py: a layer that looks across the batch (BatchNorm) or draws random numbers (dropout), or data that a "
-    "rank reads in its own way. Take GroupNorm, or a recipe of the README and other expectations than this test's"
+    "common/data.py: a layer that looks across the batch (BatchNorm: take GroupNorm), one that draws random numbers "
+    "(dropout: other processes draw others), or data that each rank reads in its own way (seed it with args.seed)"
 )
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.processes import ROOT, SCRIPTS, losses, run_script, run_scripts
-from tests.test_commands import COMMANDS, run
+from tests.test_commands import COMMANDS, EPOCH, run
 
 
 def wait_for(condition, seconds):
@@ -111,8 +111,10 @@ def test_when_a_process_is_killed_the_run_ends_and_nothing_is_left(script, tmp_p
 def test_a_signal_to_the_process_that_was_started_ends_all_and_leaves_a_good_checkpoint(script, number, tmp_path):
     with running(script, tmp_path) as (process, saved):
         members = saved()
+        assert re.search(f"\n{EPOCH}\n", (tmp_path / "log").read_text()), "a line is seen at once"
         process.send_signal(number)
-        assert process.wait(60) != 0
+        status = process.wait(60)
+        assert status == 143 if (script, number) == ("ddp_mp_spawn.py", signal.SIGTERM) else status != 0
         assert gone(members)
     options = ["--epochs", epoch_of(tmp_path) + 1, "--checkpoint", tmp_path / "model.pt"]
     assert len(losses(run_script(tmp_path, script, *options, nproc=2))) == 1

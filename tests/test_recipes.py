@@ -1,5 +1,6 @@
 """The recipes of the README: each diff is applied to the script, run, and shown to do what is said of it."""
 
+import itertools
 import os
 import re
 import shutil
@@ -87,10 +88,12 @@ def single(tmp_path_factory):
     return run_script(tmp_path_factory.mktemp("single"), "single_gpu.py", *SHORT, float64=True)
 
 
+needs_patch = pytest.mark.skipif(not shutil.which("patch"), reason="patch is not installed")
+
+
+@needs_patch
 @pytest.mark.parametrize("title", TITLES)
 def test_a_recipe_is_short_and_patch_applies_it_to_both_scripts(title, tmp_path):
-    if not shutil.which("patch"):
-        pytest.skip("patch is not installed")
     diff = dict(RECIPES)[title]
     (tmp_path / "recipe.diff").write_text(diff)
     for script in "ddp_torchrun.py", "ddp_mp_spawn.py":
@@ -102,6 +105,19 @@ def test_a_recipe_is_short_and_patch_applies_it_to_both_scripts(title, tmp_path)
     assert ("import contextlib\n" in torchrun) == ("import contextlib\n" in spawn)
     assert 1 <= sum(line[0] in "+-" for line in diff.splitlines()) <= 10
     assert max(map(len, torchrun.splitlines())) <= 120
+
+
+@needs_patch
+def test_any_two_recipes_but_the_first_two_can_be_applied_together(tmp_path):
+    """By patch, which finds the lines where the first recipe has moved them."""
+    combined = set()
+    for first, second in itertools.permutations(dict(RECIPES), 2):
+        path = cooked(tmp_path, first)
+        diff, command = dict(RECIPES)[second], ["patch", "--silent", "--force", "--reject-file=-", str(path)]
+        if not subprocess.run(command, input=diff, text=True, stdout=subprocess.DEVNULL).returncode:
+            combined.add(frozenset((first, second)))
+    apart = {frozenset(pair) for pair in itertools.combinations(dict(RECIPES), 2)} - combined
+    assert apart == {frozenset(TITLES[:2])}
 
 
 def test_there_are_nine_recipes():

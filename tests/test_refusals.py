@@ -103,6 +103,10 @@ def test_a_batch_larger_than_the_training_set_is_refused(tmp_path, script, batch
     assert line.startswith(f"--batch-size {batch} is more than the 1437 training images")
 
 
+def test_a_batch_of_the_whole_training_set_is_allowed(tmp_path):
+    assert run_script(tmp_path, "single_gpu.py", "--epochs", 1, "--batch-size", 1437).status == 0
+
+
 # The checkpoint
 
 
