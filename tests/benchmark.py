@@ -79,6 +79,8 @@ def table(nproc):
             ("ddp_torchrun.py", "after backward()")),
         ("an all_reduce a parameter", ddp(DistributedDataParallel=partial(by_hand, a_call_each)),
             ("ddp_torchrun.py", "after backward()")),
+        ("one number by hand", ddp(DistributedDataParallel=partial(by_hand, one_number)),
+            ("N bare loops", "what it costs to wait for each other")),
         ("accelerate", Loop(accelerate, many=True), ("ddp_torchrun.py", "the loop of its manual")),
         ("lightning_fabric", Loop(fabric, many=True), ("ddp_torchrun.py", "the loop of its manual")),
     ]  # fmt: skip
@@ -177,6 +179,10 @@ def one_call(gradients):
     a_call_each([flat])
     for gradient, part in zip(gradients, flat.split([gradient.numel() for gradient in gradients])):
         gradient.copy_(part.view_as(gradient))
+
+
+def one_number(gradients):
+    dist.all_reduce(torch.zeros(1, device=gradients[0].device))
 
 
 def a_call_each(gradients):

@@ -93,8 +93,12 @@ def test_what_spawning_changes_it_puts_back_and_a_child_of_others_lives_on():
 
 
 def test_spawning_works_in_a_thread_where_no_signal_can_be_handled():
+    def spawn_nothing():
+        with spawning():
+            return "done"
+
     with concurrent.futures.ThreadPoolExecutor() as threads:
-        assert threads.submit(lambda: spawning().__enter__()).result() is None
+        assert threads.submit(spawn_nothing).result() == "done"
 
 
 PROGRAMS = {
