@@ -10,6 +10,7 @@ import torch
 
 from common.errors import refuse
 from common.path import lock, refuse_other_run, remove, unlock
+from common.report import say
 
 SETTINGS = ("dataset", "model", "batch_size", "lr", "seed")  # a change of these would silently train something else
 
@@ -105,4 +106,4 @@ def save_checkpoint(args, model, optimizer, epoch):
             remove(temporary)
     if epoch + 1 == args.epochs:
         where = f"saved in {args.checkpoint}" if args.checkpoint else "not saved; --checkpoint PATH saves the model"
-        print(where, flush=True)
+        say(where)

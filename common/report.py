@@ -1,5 +1,8 @@
 """What a run prints: a line at the start, and a line an epoch; and what ends a run that cannot go on."""
 
+import os
+import sys
+
 import torch
 
 from common.errors import refuse
@@ -19,16 +22,15 @@ def describe(args, first_epoch, device, model, train_set, test_set):
         return
     threads = torch.get_num_threads()
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU with {_count(threads, 'thread')}"
-    print(
+    say(
         f"{_count(args.world_size, 'process', 'processes')} on {where}{' each' if args.world_size > 1 else ''}; "
         f"{args.dataset}: {len(train_set):,} training and {len(test_set):,} test images; "
-        f"global batch {args.batch_size}; {args.model}: {sum(p.numel() for p in model.parameters()):,} parameters",
-        flush=True,
+        f"global batch {args.batch_size}; {args.model}: {sum(p.numel() for p in model.parameters()):,} parameters"
     )
     if first_epoch >= args.epochs:
-        print(f"{args.checkpoint} has {first_epoch} epochs already; --epochs says how many in all", flush=True)
+        say(f"{args.checkpoint} has {first_epoch} epochs already; --epochs says how many in all")
     elif first_epoch:
-        print(f"going on from {args.checkpoint} after epoch {first_epoch}", flush=True)
+        say(f"going on from {args.checkpoint} after epoch {first_epoch}")
 
 
 def check_metrics(args, epoch, metrics):
@@ -56,12 +58,19 @@ def report(args, epoch, metrics, seconds):
         seconds (float): what the epoch took, training and evaluation; images/s are training images in that time.
     """
     loss_sum, images, correct, tested, _ = metrics.tolist()
-    print(
+    say(
         f"epoch {epoch + 1:{len(str(args.epochs))}}/{args.epochs}  loss {loss_sum / images:.6f}  "
         f"test accuracy {correct / tested:.2%}  {images / seconds:,.0f} images/s  "
-        f"eta {(args.epochs - epoch - 1) * seconds:.0f} s",
-        flush=True,
+        f"eta {(args.epochs - epoch - 1) * seconds:.0f} s"
     )
+
+
+def say(line):
+    """Print a line at once, or train on in silence if nobody reads any longer, as behind `| head`."""
+    try:
+        print(line, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _count(number, one, many=None):

@@ -74,6 +74,14 @@ def test_the_line_of_an_epoch_says_what_was_measured(capsys):
     assert capsys.readouterr().out == "epoch  3/10  loss 0.500000  test accuracy 75.00%  4 images/s  eta 14 s\n"
 
 
+def test_a_run_whose_output_nobody_reads_any_longer_trains_on(tmp_path):
+    options = "--epochs 2 --batch-size 720 --checkpoint"
+    command = f'set -o pipefail; "{sys.executable}" single_gpu.py {options} "{tmp_path}/model.pt" | head -n 1'
+    result = run(["bash", "-c", command])
+    assert (result.returncode, result.stderr, result.stdout.count("\n")) == (0, "", 1)
+    assert torch.load(tmp_path / "model.pt", weights_only=True)["epoch"] == 2
+
+
 def test_what_spawning_changes_it_puts_back_and_a_child_of_others_lives_on():
     def state():
         return signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT), logger.level, main.__file__
