@@ -31,7 +31,7 @@ def main(argv=None):
 def train(rank, args, port):
     # Without this every process would print the opening line, and the same error.
     args.speaks = rank == 0
-    # Without its own device and threads each process would use GPU 0, and of the CPU one core or all of them.
+    # Without its own device and threads a process would use GPU 0, and on the CPU one core (torchrun) or all (spawn).
     device = torch.device(f"cuda:{rank}" if torch.cuda.is_available() else "cpu")
     backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     if device.type == "cuda":

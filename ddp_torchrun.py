@@ -31,7 +31,7 @@ def main(argv=None):
 
 def train(args):
     local_rank = int(os.environ["LOCAL_RANK"])
-    # Without its own device and threads each process would use GPU 0, and of the CPU one core or all of them.
+    # Without its own device and threads a process would use GPU 0, and on the CPU one core (torchrun) or all (spawn).
     device = torch.device(f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu")
     backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     if device.type == "cuda":

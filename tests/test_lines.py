@@ -33,7 +33,7 @@ def metrics(result):
     return [record["metrics"] for record in result.seen[0] if record["what"] == "report"]
 
 
-# Without its own device and threads each process would use GPU 0, and of the CPU one core or all of them.
+# Without its own device and threads a process would use GPU 0, and on the CPU one core (torchrun) or all (spawn).
 
 
 def test_each_process_takes_its_share_of_the_cores(tmp_path, shipped):
