@@ -3,11 +3,13 @@
 import functools
 import os
 import random
+import re
 import resource
 import shutil
 import sys
 import tempfile
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from common.checkpoint import load_checkpoint, save_checkpoint
 from common.data import load_data
 from common.model import build_model
 from common.options import parse_args
+from common.path import lock, unlock
 from tests.processes import SCRIPTS, context, edited, losses, run_script, run_scripts, weights
 
 every_script = pytest.mark.parametrize("script", SCRIPTS)
@@ -70,7 +73,8 @@ def test_a_finished_run_says_so_and_changes_nothing(script, tmp_path):
     trained(tmp_path, script)
     before = (tmp_path / "model.pt").stat()
     again = trained(tmp_path, script)
-    assert "has 2 epochs already" in again.stdout and losses(again) == []
+    for finished in again, trained(tmp_path, script, epochs=1):
+        assert "has 2 epochs already" in finished.stdout and losses(finished) == []
     after = (tmp_path / "model.pt").stat()
     assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
@@ -163,7 +167,7 @@ def test_a_model_of_another_shape_is_refused_though_the_settings_are_the_same(tm
         with pytest.raises(SystemExit):
             load_checkpoint(*parts(path))
         assert "does not fit this model and optimizer (KeyError" in capsys.readouterr().err
-    for epoch in -1, "2", 2.5, True:
+    for epoch in -1, 0, "2", 2.5, True:
         torch.save(state | {"epoch": epoch}, path)
         with pytest.raises(SystemExit):
             load_checkpoint(*parts(path))
@@ -172,6 +176,11 @@ def test_a_model_of_another_shape_is_refused_though_the_settings_are_the_same(tm
     with pytest.raises(SystemExit):
         load_checkpoint(*parts(path))
     assert "does not fit this model and optimizer (RuntimeError" in capsys.readouterr().err
+    torch.save(state | {"model": {f"{key}.and.a.long.name": value for key, value in state["model"].items()}}, path)
+    with pytest.raises(SystemExit):
+        load_checkpoint(*parts(path))
+    [reason] = re.findall(r"\((.+)\); use another one\n", capsys.readouterr().err)
+    assert 150 < len(reason) <= 200 and reason.endswith(" …")
 
 
 def test_a_path_that_cannot_be_written_is_refused_before_the_first_step(tmp_path, capsys):
@@ -182,7 +191,7 @@ def test_a_path_that_cannot_be_written_is_refused_before_the_first_step(tmp_path
         (tmp_path / "not there/model.pt", f"mkdir -p '{tmp_path}/not there'"),
         (tmp_path / "pipe", "is a device or a pipe"),
         ("/dev/full", "is a device or a pipe"),
-        (tmp_path / ("x" * 250), "cannot be locked"),
+        (tmp_path / ("x" * 250), "File name too long"),
         (tmp_path / "taken", "cannot be locked"),
     ):
         with pytest.raises(SystemExit) as refused:
@@ -317,13 +326,24 @@ def test_a_run_that_is_about_to_end_is_waited_for(tmp_path):
     end.join()
 
 
+def test_the_file_of_the_lock_goes_while_nobody_else_can_hold_it_and_it_is_no_error_if_it_stays(tmp_path, monkeypatch):
+    release, there = FileLock.release, []
+    monkeypatch.setattr(FileLock, "release", lambda lock: (there.append(Path(lock.lock_file).exists()), release(lock)))
+    args = parts(tmp_path / "model.pt")[0]
+    unlock(lock(args))
+    assert there == [False, False]  # for parse_args, and now
+    monkeypatch.setattr(Path, "unlink", lambda *_: os.open("/no/such/file", os.O_RDONLY))
+    unlock(lock(args))
+    assert there == [False, False, True]
+
+
 def test_a_run_that_goes_on_is_not_overtaken(tmp_path, capsys):
     path = tmp_path / "model.pt"
     save_checkpoint(*parts(path), epoch=0)
     arguments = parts(path)
     with FileLock(tmp_path / ".model.pt.lock"), pytest.raises(SystemExit):
         load_checkpoint(*arguments)
-    assert "another run is writing" in capsys.readouterr().err
+    assert "another run is writing" in (said := capsys.readouterr().err) and "use another --checkpoint" in said
 
 
 @pytest.mark.parametrize("same_inode", [False, True])
@@ -374,10 +394,11 @@ def test_processes_that_go_on_from_different_epochs_are_stopped_before_they_save
 
 
 def test_a_loss_that_is_not_finite_leaves_the_last_good_checkpoint(tmp_path):
-    for script in SCRIPTS:
+    for script, loss in zip(SCRIPTS, ("nan", "inf", "-inf"), strict=True):
         path = tmp_path / f"{script}.pt"
-        fault = ("        check_metrics(", "        metrics[0] += 0 if epoch < 1 else float('nan')\n        check_metrics(")
+        line = "        check_metrics("
+        fault = (line, f"        metrics[0] += 0 if epoch < 1 else float('{loss}')\n{line}")
         options = "--epochs", 3, "--checkpoint", path, *FAST
         result = run_script(tmp_path, edited(tmp_path, script, fault), *options, nproc=2)
-        assert result.status == 2 and result.stderr == "the loss of epoch 2 is nan; try an --lr below 0.02\n"
+        assert result.status == 2 and result.stderr == f"the loss of epoch 2 is {loss}; try an --lr below 0.02\n"
         assert torch.load(path, weights_only=True)["epoch"] == 1

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, default_collate
 
 from common.data import DIGITS, ImageSet, load_data
+from common.model import Scale, build_model
 from common.options import parse_args
 from tests.processes import ROOT, SCRIPTS, context, edited, losses, run_ranks, run_script
 
@@ -424,3 +425,66 @@ def test_a_data_root_that_is_a_file_is_refused_and_left_as_it_was(tmp_path):
     result = run_script(tmp_path, "single_gpu.py", "--dataset", "cifar10", "--data-root", tmp_path / "data")
     assert result.status == 2 and result.stderr.startswith(f"--data-root {tmp_path / 'data'} is not a folder")
     assert len(result.stderr.splitlines()) == 1 and (tmp_path / "data").read_text() == "mine"
+
+
+# What goes wrong in torchvision's class
+
+
+def failing(monkeypatch, tmp_path, leave=False):
+    """load() with a FashionMNIST that raises an error of an unusual kind: the timeout of its sockets, the time before."""
+    from torchvision.datasets import FashionMNIST
+
+    timeouts = []
+
+    def fail(self, root, **options):
+        timeouts.append(socket.getdefaulttimeout())
+        if leave:
+            raw = Path(root) / "FashionMNIST/raw"
+            raw.mkdir(parents=True, exist_ok=True)
+            (raw / "half").write_bytes(b"half")
+        raise KeyError(3)
+
+    monkeypatch.setattr(FashionMNIST, "__init__", fail)
+    with pytest.raises(SystemExit) as refused:
+        load("fashion-mnist", tmp_path / "data")
+    assert refused.value.code == 2
+    return timeouts
+
+
+def test_a_download_has_sixty_seconds_for_each_answer_and_other_sockets_keep_theirs(monkeypatch, tmp_path, capsys):
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(7)
+    try:
+        assert failing(monkeypatch, tmp_path) == [60]
+        assert socket.getdefaulttimeout() == 7
+    finally:
+        socket.setdefaulttimeout(before)
+    assert "cannot be read or downloaded (KeyError: 3)" in capsys.readouterr().err
+
+
+def test_half_a_download_is_one_line_too(monkeypatch, tmp_path):
+    failing(monkeypatch, tmp_path, leave=True)
+    assert (tmp_path / "data/FashionMNIST/raw/half").exists()
+
+
+def test_files_that_were_unpacked_by_hand_count_more_than_the_archive_beside_them(tmp_path):
+    write_fashion(tmp_path / "FashionMNIST/raw")
+    (tmp_path / "FashionMNIST/raw/train-images-idx3-ubyte.gz").write_bytes(b"junk")
+    assert_small_fashion(*load("fashion-mnist", tmp_path))
+
+
+# The models
+
+
+def test_the_models_take_pixels_from_0_to_255_of_any_channels_and_look_at_no_other_image():
+    assert Scale()(torch.tensor([255], dtype=torch.uint8)).item() == 1
+    images = torch.randint(256, (2, 3, 32, 32), dtype=torch.uint8)
+    for name in "cnn", "resnet18":
+        args = parse_args(["--model", name])
+        model = build_model(args, ImageSet(images, torch.zeros(2)), classes=7)
+        assert isinstance((model[0] if name == "cnn" else model.conv1[0]), Scale)
+        alone = torch.cat([model(images[:1]), model(images[1:])])
+        assert alone.shape == (2, 7)
+        torch.testing.assert_close(model(images), alone, rtol=1e-4, atol=1e-5)
+        assert not [layer for layer in model.modules() if isinstance(layer, torch.nn.BatchNorm2d)]
+    assert isinstance(model.maxpool, torch.nn.Identity)

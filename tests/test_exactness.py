@@ -119,4 +119,5 @@ def test_one_checkpoint_serves_all_scripts_whatever_the_number_of_processes(tmp_
     parts = [run(tmp_path / "parts", *stage, epochs, options=FAST) for epochs, stage in enumerate(stages, 1)]
     assert [len(losses(part)) for part in parts] == [1, 1, 1, 1]
     assert [loss for part in parts for loss in losses(part)] == pytest.approx(losses(whole), rel=1e-9)
-    assert all("going on from" in part.stdout for part in parts[1:])
+    for finished, part in enumerate(parts[1:], 1):
+        assert f"going on from {tmp_path}/parts/model.pt after epoch {finished}\n" in part.stdout

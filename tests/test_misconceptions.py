@@ -14,6 +14,23 @@ from common.evaluation import count_correct
 from tests.processes import edited, losses, run_ranks, run_script
 from tests.test_mechanism import gradients, model_and_batch
 
+
+
+def test_evaluation_keeps_no_gradients_and_leaves_the_model_in_training():
+    """What the table takes for granted of count_correct."""
+    seen = []
+
+    class Watching(torch.nn.Module):
+        def forward(self, images):
+            seen.append((self.training, torch.is_grad_enabled()))
+            return images
+
+    model = Watching()
+    counts = count_correct(model, [(torch.eye(3), torch.tensor([0, 1, 1]))] * 2, "cpu")
+    assert (counts.tolist(), counts.dtype) == ([4, 6], torch.float64)
+    assert seen == [(False, False)] * 2 and model.training
+
+
 # DDP makes a model fit that is too large for one device.
 
 
