@@ -53,7 +53,8 @@ def parse_args(argv=None, world_size=1, local_world_size=1, speaks=True):
         refuse(args, f"start this script with torchrun: torchrun --standalone --nproc_per_node=2 {script}")
     if "TORCHELASTIC_RUN_ID" in os.environ and world_size != int(os.environ["WORLD_SIZE"]):
         args.speaks = os.environ["RANK"] == "0"
-        refuse(args, "torchrun's processes would each train alone; give it ddp_torchrun.py, or start this script with python")
+        way_out = "give it ddp_torchrun.py, or start this script with python"
+        refuse(args, f"torchrun's processes would each train alone; {way_out}")
     if world_size is None:
         world_size = local_world_size = args.nproc
     args.world_size = world_size

@@ -64,4 +64,9 @@ def remove(path):
 
 
 def refuse_other_run(args):
+    """End this process with one line: --checkpoint is another run's.
+
+    Raises:
+        SystemExit: always.
+    """
     refuse(args, f"another run is writing {args.checkpoint}; wait for it, end it, or use another --checkpoint")

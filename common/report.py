@@ -17,7 +17,8 @@ def describe(args, first_epoch, device, model, train_set, test_set):
         SystemExit: the batch is larger than the training set.
     """
     if args.batch_size > len(train_set):
-        refuse(args, f"--batch-size {args.batch_size} is more than the {len(train_set)} training images; use a smaller one")
+        images = f"the {len(train_set)} training images"
+        refuse(args, f"--batch-size {args.batch_size} is more than {images}; use a smaller one")
     if not args.speaks:
         return
     threads = torch.get_num_threads()

@@ -136,8 +136,9 @@ def test_a_wrapper_with_batchnorm_called_on_rank_0_alone_leaves_all_waiting_and_
 
 
 def leave_before_the_sum(rank):
+    """Reset, where something that was sent is still unread."""
     if rank == 0:
-        with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        with pytest.raises(RuntimeError, match="Connection (closed|reset) by peer"):
             dist.all_reduce(torch.zeros(1))
 
 
