@@ -431,7 +431,7 @@ def test_a_data_root_that_is_a_file_is_refused_and_left_as_it_was(tmp_path):
 
 
 def failing(monkeypatch, tmp_path, leave=False):
-    """load() with a FashionMNIST that raises an error of an unusual kind: the timeout of its sockets, the time before."""
+    """The timeouts that sockets have in a FashionMNIST which then raises an unusual error, that load() must refuse."""
     from torchvision.datasets import FashionMNIST
 
     timeouts = []

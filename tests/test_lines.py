@@ -25,7 +25,9 @@ def run(folder, *edits, script="ddp_torchrun.py", nproc=2, epochs=1, options=())
 def shipped(tmp_path_factory):
     """What two epochs of each DDP script do as they stand, which the tests compare with edited copies."""
     scripts = ["ddp_mp_spawn.py", "ddp_torchrun.py"]
-    return {script: run(tmp_path_factory.mktemp("shipped"), script=script, epochs=2) for script in scripts}
+    runs = {script: run(tmp_path_factory.mktemp("shipped"), script=script, epochs=2) for script in scripts}
+    assert [(result.status, len(losses(result))) for result in runs.values()] == [(0, 2)] * 2
+    return runs
 
 
 def metrics(result):

@@ -51,6 +51,8 @@ def outcomes(tmp_path_factory):
 @pytest.mark.parametrize("name", ["BatchNorm", "dropout"])
 def test_a_layer_that_depends_on_the_share_fails_with_the_reason_that_the_readme_shows(name, outcomes):
     assert outcomes[name].returncode == 1
+    assert "tests/test_exactness.py -k what_one_device_reaches`" in (ROOT / "README.md").read_text()
+    assert "what_one_device_reaches" in TEST
     [said] = re.findall(r"^E +AssertionError: (.*)$", outcomes[name].stdout, re.MULTILINE)
     assert f"> {said}" in (ROOT / "README.md").read_text().splitlines()
 

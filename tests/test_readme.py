@@ -12,7 +12,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from common.data import load_data
+from common.model import build_model
 from common.options import parse_args
 from tests.processes import ROOT, SCRIPTS, run_script
 from tests.test_commands import EPOCH
@@ -118,6 +121,16 @@ def test_a_run_that_goes_well_writes_nothing_to_stderr(printed):
 def test_a_run_leaves_nothing_behind_but_what_it_was_asked_for(results, folder):
     left = {path.name for path in folder.iterdir()} - {*SCRIPTS, "common", "tests", "requirements.txt", "__pycache__"}
     assert left == {"model.pt"}
+
+
+def test_the_saved_model_is_loaded_by_the_line_that_is_shown(results, folder, monkeypatch):
+    [line] = re.findall(r"`(model\.load_state_dict\(.+?)`", README)
+    args = parse_args([])
+    model = build_model(args, load_data(args)[0])
+    before = model[1].weight.clone()
+    monkeypatch.chdir(folder)
+    exec(line, {"model": model, "torch": torch})
+    assert not torch.equal(model[1].weight, before)
 
 
 def test_each_comment_has_its_row_and_each_row_names_tests_that_exist():
