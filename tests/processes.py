@@ -215,8 +215,8 @@ def _script(path, argv, environment, float64, folder):
     os.environ.update(environment)
     if float64:
         torch.set_default_dtype(torch.float64)
-    if "spawn" in path.name:
-        torch.set_num_threads(1)  # a process whose OpenMP threads run cannot be forked
+    if "torchrun" not in path.name:
+        torch.set_num_threads(1)  # a process whose OpenMP threads run cannot be forked, and other runs need the cores
     torch.multiprocessing.spawn = _fork
     spec = importlib.util.spec_from_file_location(path.stem, path)
     script = sys.modules[path.stem] = importlib.util.module_from_spec(spec)

@@ -45,16 +45,32 @@ def trained(tmp_path, script="single_gpu.py", epochs=2):
     return result
 
 
-@every_script
-def test_the_file_holds_plain_weights_the_optimizer_the_epoch_and_the_settings(script, tmp_path):
-    trained(tmp_path, script)
-    state = torch.load(tmp_path / "model.pt", weights_only=True)
+@pytest.fixture(scope="module", params=SCRIPTS)
+def finished(request, tmp_path_factory):
+    """A script, and the folder where it has trained two epochs."""
+    folder = tmp_path_factory.mktemp("finished")
+    trained(folder, request.param)
+    return request.param, folder
+
+
+def test_the_file_holds_plain_weights_the_optimizer_the_epoch_and_the_settings(finished, tmp_path):
+    state = torch.load(finished[1] / "model.pt", weights_only=True)
     assert set(state) == {"model", "optimizer", "epoch", "settings"}
     assert state["epoch"] == 2
     assert state["settings"] == {"dataset": "digits", "model": "cnn", "batch_size": 240, "lr": 0.02, "seed": 0}
     args, model, optimizer = parts(tmp_path / "other.pt")
     assert list(state["model"]) == list(model.state_dict())
     assert all(buffers["momentum_buffer"].abs().sum() > 0 for buffers in state["optimizer"]["state"].values())
+
+
+def test_a_finished_run_says_so_and_changes_nothing(finished):
+    script, folder = finished
+    before = (folder / "model.pt").stat()
+    for epochs in 2, 1:
+        again = trained(folder, script, epochs)
+        assert "has 2 epochs already" in again.stdout and losses(again) == []
+    after = (folder / "model.pt").stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
 @every_script
@@ -66,17 +82,6 @@ def test_only_one_process_writes(script, tmp_path):
         edit = ("    " + count, "    " + count + '            print("written by", rank, flush=True)\n')
     result = trained(tmp_path, edited(tmp_path, script, edit))
     assert result.stdout.count("written by 0") == result.stdout.count("written by") == 2
-
-
-@every_script
-def test_a_finished_run_says_so_and_changes_nothing(script, tmp_path):
-    trained(tmp_path, script)
-    before = (tmp_path / "model.pt").stat()
-    again = trained(tmp_path, script)
-    for finished in again, trained(tmp_path, script, epochs=1):
-        assert "has 2 epochs already" in finished.stdout and losses(finished) == []
-    after = (tmp_path / "model.pt").stat()
-    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
 def test_the_learning_rate_is_the_one_that_was_given_and_not_the_last_one_of_a_schedule(tmp_path):

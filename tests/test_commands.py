@@ -114,7 +114,7 @@ def test_spawning_works_in_a_thread_where_no_signal_can_be_handled():
 
 
 PROGRAMS = {
-    "main": "from ddp_mp_spawn import main\nmain(['--epochs', '1'])\nprint('and on')\n",
+    "main": "from ddp_mp_spawn import main\nmain(['--epochs', '1', '--nproc', '1'])\nprint('and on')\n",
     "on the spot": "import torch.multiprocessing as mp\ndef train(rank): pass\nmp.spawn(train, nprocs=1)\n",
     "threads": """
 import os, sys

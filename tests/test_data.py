@@ -156,11 +156,12 @@ def test_a_million_images_are_not_a_million_python_objects():
 # What is imported
 
 
-def test_a_run_on_the_digits_never_imports_torchvision():
-    program = "import single_gpu, sys; single_gpu.main(sys.argv[1:]); print('torchvision' in sys.modules)"
-    command = [sys.executable, "-c", program, "--epochs", "1", "--batch-size", "480"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert run.stdout.splitlines()[-1:] == ["False"], run.stderr
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_run_on_the_digits_never_imports_torchvision(script, tmp_path):
+    last = "        seconds = time.perf_counter() - start\n"
+    path = edited(tmp_path, script, (last, f"{last}        import sys; print('torchvision' in sys.modules)\n"))
+    run = run_script(tmp_path, path, "--epochs", 1, "--batch-size", 480)
+    assert run.status == 0 and "\nFalse\n" in run.stdout, run.stderr
 
 
 def test_common_never_imports_torch_distributed_and_never_asks_for_a_rank():

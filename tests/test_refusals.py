@@ -222,13 +222,8 @@ def test_four_processes_print_the_help_once(tmp_path):
 
 # As a person starts it: by Python or by torchrun, not by this harness
 
-TORCHRUN_2 = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", TORCHRUN]
-COMMANDS = {
-    "bare": [TORCHRUN],
-    "numbered by hand": [TORCHRUN],
-    "--batch-size 3 does not divide among 2 processes; 2 and 4 do": [*TORCHRUN_2, "--batch-size", "3"],
-    "the loss of epoch 1 is nan; try an --lr below 1e+09": [*TORCHRUN_2, "--lr", "1e9"],
-}
+BY_TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", TORCHRUN, "--lr", "1e9"]
+COMMANDS = {"bare": [TORCHRUN], "numbered by hand": [TORCHRUN], "by torchrun": BY_TORCHRUN}
 
 
 @pytest.fixture(scope="module")
@@ -265,10 +260,9 @@ def test_the_torchrun_script_started_by_python_still_shows_its_help(capsys):
     assert shown.value.code == 0 and "--batch-size" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("line", list(COMMANDS)[2:])
-def test_torchrun_passes_the_line_on_once_and_without_a_traceback_of_ours(ended, line):
-    run = ended[line]
-    assert run.returncode == 1 and run.stderr.count(line) == 1, run.stderr
+def test_torchrun_passes_the_line_on_once_and_without_a_traceback_of_ours(ended):
+    run = ended["by torchrun"]
+    assert run.returncode == 1 and run.stderr.count("the loss of epoch 1 is nan; try an --lr below 1e+09") == 1, run.stderr
     assert 'ddp_torchrun.py", line' not in run.stderr
 
 
