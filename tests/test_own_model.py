@@ -9,13 +9,9 @@ from tests.test_exactness import test_any_number_of_processes_reaches_what_one_d
 BUILT = "    model = build_model(args, train_set).to(device)\n"
 
 
-def said_of(folder, line):
-    """What the test says of a copy of ddp_torchrun.py, on 2 processes, with this line after that which builds the model."""
-    (folder / "single").mkdir()
-    copies = [edited(folder, script, (BUILT, f"{BUILT}    {line}\n")) for script in ("single_gpu.py", "ddp_torchrun.py")]
-    with pytest.raises(AssertionError) as failed:
-        exactness(copies[1], 2, run(folder / "single", copies[0]), folder)
-    return str(failed.value).replace(f"{folder}/", "")
+def with_line(folder, script, line):
+    """A copy of the script with a line after that which builds the model."""
+    return edited(folder, script, (BUILT, f"{BUILT}    {line}\n"))
 
 
 @pytest.mark.parametrize("line", ["model[2] = torch.nn.BatchNorm2d(32)", "model.insert(3, torch.nn.Dropout2d(0.1))"])
@@ -23,12 +19,18 @@ def test_a_layer_that_depends_on_the_share_fails_with_the_reason_that_the_readme
     readme = (ROOT / "README.md").read_text()
     assert "tests/test_exactness.py -k what_one_device_reaches`" in readme
     assert "what_one_device_reaches" in exactness.__name__
-    assert f"> {said_of(tmp_path, line).splitlines()[0]}" in readme.splitlines()
+    (tmp_path / "single").mkdir()
+    single = run(tmp_path / "single", with_line(tmp_path, "single_gpu.py", line))
+    with pytest.raises(AssertionError) as failed:
+        exactness(with_line(tmp_path, "ddp_torchrun.py", line), 2, single, tmp_path)
+    said = str(failed.value).splitlines()[0].replace(f"{tmp_path}/", "")
+    assert f"> {said}" in readme.splitlines()
 
 
 def test_a_parameter_that_no_forward_pass_uses_fails_with_the_error_of_ddp(tmp_path):
-    said = said_of(tmp_path, "model.unused = torch.nn.Parameter(torch.zeros(1))")
-    assert "Expected to have finished reduction in the prior iteration" in said
+    script = with_line(tmp_path, "ddp_torchrun.py", "model.unused = torch.nn.Parameter(torch.zeros(1))")
+    with pytest.raises(AssertionError, match="Expected to have finished reduction in the prior iteration"):
+        exactness(script, 2, None, tmp_path)
 
 
 def test_images_of_single_precision_are_compared_in_double_precision(tmp_path):
