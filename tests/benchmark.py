@@ -56,14 +56,15 @@ KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "2000000000", "MALLOC_TRIM_THRESHOLD_":
 context = multiprocessing.get_context("forkserver")
 
 
-def table(nproc):
+def table(nproc, quick=False):
     """The sections, by heading. A row: its name, what measures it, then (a row to compare it with, the reason), ..."""
 
     def ddp(data=ImageSet, **names):
         return Loop(partial(shipped, data=data, **names), many=True)
 
-    one_step = ("--epochs", "1", "--batch-size", str(1437 // nproc * nproc))
-    torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}", "ddp_torchrun.py")
+    children = 1 if quick else nproc
+    one_step = ("--epochs", "1", "--batch-size", str(1437 // children * children))
+    torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={children}", "ddp_torchrun.py")
     optimizer = "import torch; torch.optim.SGD([torch.zeros(1, requires_grad=True)]); print(flush=True)"
     bucket_view = partial(DistributedDataParallel, gradient_as_bucket_view=True)
     training = [
@@ -96,7 +97,7 @@ def table(nproc):
         ("and an optimizer", Command("-c", optimizer), ("import torch", "the first one imports torch._dynamo")),
         ("python single_gpu.py", Command("single_gpu.py", *one_step), ("import torch", "the whole start"),
             ("and an optimizer", "what is its own")),
-        ("python ddp_mp_spawn.py", Command("ddp_mp_spawn.py", f"--nproc={nproc}", *one_step),
+        ("python ddp_mp_spawn.py", Command("ddp_mp_spawn.py", f"--nproc={children}", *one_step),
             ("import torch", "by the parent, then its children")),
         ("torchrun ddp_torchrun.py", Command(*torchrun, *one_step),
             ("import torch", "by torchrun, then its processes")),
@@ -449,7 +450,7 @@ def compared(values, others):
 def main(argv=None):
     options = parse(argv)
     describe(options)
-    sections = table(options.args.world_size)
+    sections = table(options.args.world_size, options.quick)
     measured = {name: source for rows in sections.values() for name, source, *_ in rows}
     try:
         samples, fates = measure(measured, options)

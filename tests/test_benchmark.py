@@ -125,7 +125,7 @@ def crash(job):
 
 def test_a_loop_that_cannot_run_ends_the_benchmark_in_one_line_and_leaves_no_process(monkeypatch, capfd):
     before = multiprocessing.active_children()
-    monkeypatch.setattr(benchmark, "table", lambda nproc: {"Training": [("bare loop", benchmark.Loop(crash, True))]})
+    monkeypatch.setattr(benchmark, "table", lambda *_: {"Training": [("bare loop", benchmark.Loop(crash, True))]})
     with pytest.raises(SystemExit) as end:
         benchmark.main(["--quick"])
     assert end.value.code == 2

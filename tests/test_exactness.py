@@ -13,9 +13,9 @@ EPOCHS = 3
 FAST = ["--batch-size", 240]  # where the default is not the point
 
 
-def run(folder, script, nproc=1, epochs=EPOCHS, float64=True, options=()):
+def run(folder, script, nproc=1, epochs=None, float64=True, options=()):
     """Run a script and load what it saved."""
-    options = "--epochs", epochs, "--checkpoint", folder / "model.pt", *options
+    options = "--epochs", epochs or EPOCHS, "--checkpoint", folder / "model.pt", *options
     result = run_script(folder, script, *options, nproc=nproc, float64=float64)
     assert result.status == 0, result.stderr
     result.saved = torch.load(folder / "model.pt", weights_only=True)
@@ -94,7 +94,7 @@ def test_a_batch_that_leaves_a_tail_of_the_training_set_gives_the_same_result(tm
 def whole(request, tmp_path_factory):
     """A run, and how to run the same command, or one with other options, in another folder."""
 
-    def again(folder, epochs=EPOCHS, options=()):
+    def again(folder, epochs=None, options=()):
         return run(folder, *request.param, epochs, float64=False, options=[*FAST, *options])
 
     return again(tmp_path_factory.mktemp("whole")), again
