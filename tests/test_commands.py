@@ -20,11 +20,6 @@ from common.spawning import spawning
 from tests.processes import ROOT, edited, run_script, torchrun_numbers
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "ddp_torchrun.py"]
-COMMANDS = {
-    "single_gpu.py": [sys.executable, "single_gpu.py"],
-    "ddp_mp_spawn.py": [sys.executable, "ddp_mp_spawn.py"],
-    "ddp_torchrun.py": TORCHRUN,
-}
 NN = "import torch.distributed.nn\n"
 EPOCH = r"epoch +\d+/\d+  loss (\d\.\d{6})  test accuracy (\d\d\.\d\d%)  [\d,]+ images/s  eta \d+ s"
 
@@ -82,7 +77,7 @@ def test_a_run_whose_output_nobody_reads_any_longer_trains_on(tmp_path):
     assert torch.load(tmp_path / "model.pt", weights_only=True)["epoch"] == 2
 
 
-def test_what_spawning_changes_it_puts_back_and_a_child_of_others_lives_on():
+def test_what_spawning_changes_it_puts_back_and_it_ends_its_children_but_none_of_others():
     def state():
         return signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT), logger.level, main.__file__
 
@@ -96,11 +91,12 @@ def test_what_spawning_changes_it_puts_back_and_a_child_of_others_lives_on():
             assert not hasattr(main, "__file__") and logger.level == logging.ERROR
             assert signal.getsignal(signal.SIGTERM) != before[0]
             assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
-            child = multiprocessing.get_context("fork").Process(target=signal.pause)
-            child.start()
+            children = [multiprocessing.get_context("fork").Process(target=signal.pause, daemon=True) for _ in range(2)]
+            for child in children:
+                child.start()
         assert state() == before
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        assert not os.path.exists(f"/proc/{child.pid}")
+        assert not any(os.path.exists(f"/proc/{child.pid}") for child in children)
         assert others.apply_async(int).get(20) == 0
 
 

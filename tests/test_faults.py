@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.processes import ROOT, SCRIPTS, losses, run_script, run_scripts
-from tests.test_commands import COMMANDS, EPOCH, run
+from tests.test_commands import EPOCH, TORCHRUN, run
 
 
 def wait_for(condition, seconds):
@@ -40,10 +40,12 @@ def family(session):
 
 
 @contextlib.contextmanager
-def running(script, folder, *options, ignore_sigint=False):
+def running(script, folder, nproc=1, ignore_sigint=False):
     """A run of many epochs in this folder; yields it, and a call that waits for its first save and returns all pids."""
-    *command, path = COMMANDS[script]
-    command = [*command, str(ROOT / path), "--epochs", "1000", "--checkpoint", "model.pt", *options]
+    path = str(ROOT / script)
+    spawn, torchrun = [path, f"--nproc={nproc}"], [*TORCHRUN[1:-2], f"--nproc_per_node={nproc}", path]
+    options = ["--epochs", "1000", "--checkpoint", "model.pt"]
+    command = [sys.executable, *(spawn if script == "ddp_mp_spawn.py" else torchrun), *options]
     signal.signal(signal.SIGINT, signal.default_int_handler)  # where the tests were started with it ignored
     if ignore_sigint:  # as a shell does for its background jobs
         command = ["bash", "-c", 'trap "" INT; exec "$@"', "bash", *command]
@@ -95,7 +97,7 @@ def epoch_of(folder):
 
 @pytest.mark.parametrize("script", SCRIPTS[1:])
 def test_when_a_process_is_killed_the_run_ends_and_nothing_is_left(script, tmp_path):
-    with running(script, tmp_path) as (process, saved):
+    with running(script, tmp_path, nproc=2) as (process, saved):
         members = saved()
         two = workers(members, script)
         assert len(two) == 2
@@ -121,7 +123,7 @@ def test_a_signal_to_the_process_that_was_started_ends_all_and_leaves_a_good_che
 
 
 def test_the_children_of_a_killed_parent_end_even_where_interrupts_are_ignored(tmp_path):
-    with running("ddp_mp_spawn.py", tmp_path, "--nproc", "1", ignore_sigint=True) as (process, saved):
+    with running("ddp_mp_spawn.py", tmp_path, ignore_sigint=True) as (process, saved):
         members = saved()
         assert len(workers(members, "ddp_mp_spawn.py")) == 1
         process.kill()
@@ -129,7 +131,7 @@ def test_the_children_of_a_killed_parent_end_even_where_interrupts_are_ignored(t
 
 
 def test_children_whose_parent_is_killed_while_they_start_end_by_themselves(tmp_path):
-    with running("ddp_mp_spawn.py", tmp_path, "--nproc", "1") as (process, _):
+    with running("ddp_mp_spawn.py", tmp_path) as (process, _):
         children = wait_for(lambda: workers(family(process.pid), "ddp_mp_spawn.py") and family(process.pid), 60)
         process.kill()
         process.wait()

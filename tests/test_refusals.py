@@ -223,27 +223,29 @@ def test_four_processes_print_the_help_once(tmp_path):
 # As a person starts it: by Python or by torchrun, not by this harness
 
 BY_TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", TORCHRUN, "--lr", "1e9"]
-COMMANDS = {"bare": [TORCHRUN], "numbered by hand": [TORCHRUN], "by torchrun": BY_TORCHRUN}
+COMMANDS = {"bare": [TORCHRUN], "by torchrun": BY_TORCHRUN}
 
 
 @pytest.fixture(scope="module")
 def ended():
     """What became of each of COMMANDS, all started at the same time, with none of the variables of torchrun."""
-    numbers = {"RANK": "1", "WORLD_SIZE": "1"}
     environment = {name: value for name, value in os.environ.items() if name not in torchrun_numbers(0, 1)}
 
     def run(name):
-        variables = environment | (numbers if name == "numbered by hand" else {})
         command = [sys.executable, *COMMANDS[name]]
-        return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=200)
+        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
 
     with ThreadPoolExecutor() as threads:
         return dict(zip(COMMANDS, threads.map(run, COMMANDS)))
 
 
-@pytest.mark.parametrize("name", ["bare", "numbered by hand"])
-def test_the_torchrun_script_started_by_python_says_how_to_start_it(ended, name):
-    assert (ended[name].returncode, ended[name].stdout, ended[name].stderr) == (2, "", START + "\n")
+def test_the_torchrun_script_started_by_python_says_how_to_start_it(ended, tmp_path):
+    bare = ended["bare"]
+    assert (bare.returncode, bare.stdout, bare.stderr) == (2, "", START + "\n")
+    numbered_by_hand = {"RANK": "1", "LOCAL_WORLD_SIZE": ""}
+    result = run_script(tmp_path, TORCHRUN, environment=numbered_by_hand)
+    assert (result.status, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert result.stderr.startswith(START.removesuffix(TORCHRUN))
 
 
 @pytest.mark.parametrize("script", SCRIPTS[:2])
