@@ -31,8 +31,9 @@ def commands():
     for piece in pieces:
         kind, text, inline = piece.groups()
         if kind == "bash" or inline:
-            last = piece.end(), (text or inline).strip()
-            found[last[1]] = ""
+            for command in (text or inline).strip().splitlines():
+                last = piece.end(), command
+                found[command] = ""
         elif kind in ("text", "diff") and README[last[0] : piece.start()].count("\n") <= 1:
             found[last[1]] = text
     return {command: shown for command, shown in found.items() if "pytest" not in command}
@@ -71,9 +72,9 @@ def results(folder):
 
 @pytest.fixture(scope="module")
 def printed(results):
-    """What each script printed, by its name."""
-    names = {command: re.findall(r"\w+\.py", command) for command in COMMANDS if "diff" not in command}
-    return {name: results[command] for command, [name, *more] in names.items() if not more}
+    """What each script printed when it ran first, by its name."""
+    runs = [(re.search(r"\w+\.py", command)[0], command) for command in COMMANDS if "diff" not in command]
+    return {name: results[command] for name, command in reversed(runs)}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -92,16 +93,26 @@ def test_a_command_runs_as_it_stands_and_prints_what_is_shown(command, results):
 
 
 def test_every_script_prints_a_line_at_the_start_one_an_epoch_and_where_the_model_is(printed):
-    assert set(printed) == set(SCRIPTS)
-    for (script, result), processes in zip(printed.items(), ("2 processes", "1 process", "3 processes"), strict=True):
-        lines = result.stdout.splitlines()
-        epochs = 3 if script == "ddp_mp_spawn.py" else 10
+    not_saved = "not saved; --checkpoint PATH saves the model"
+    for script, processes, epochs, expected in (
+        ("ddp_torchrun.py", "2 processes", 10, not_saved),
+        ("single_gpu.py", "1 process", 10, not_saved),
+        ("ddp_mp_spawn.py", "3 processes", 3, "saved in model.pt"),
+    ):
+        lines = printed[script].stdout.splitlines()
         first, *between, last = lines[-epochs - 2 :]  # pip prints before
         assert first.startswith(f"{processes} on CPU with ")
         for fact in "1,437 training and 360 test images", "global batch 48", "58,634 parameters":
             assert fact in first
         assert len(between) == epochs and all(re.fullmatch(EPOCH, line) for line in between)
-        assert last == "not saved; --checkpoint PATH saves the model"
+        assert last == expected
+
+
+def test_another_script_goes_on_with_the_file_after_the_epochs_that_are_finished(results):
+    [command] = [command for command in COMMANDS if command.startswith("python single_gpu.py --epochs")]
+    _, going_on, fourth, fifth, saved = results[command].stdout.splitlines()
+    assert going_on == "going on from model.pt after epoch 3" and saved == "saved in model.pt"
+    assert fourth.startswith("epoch 4/5  ") and fifth.startswith("epoch 5/5  ")
 
 
 def test_all_scripts_print_the_same_losses_and_accuracies(printed):
