@@ -78,16 +78,6 @@ def test_the_saved_model_in_a_plain_process_has_the_accuracy_that_was_printed(de
         assert f"test accuracy {correct / 360:.2%}" in result.stdout.splitlines()[-2]
 
 
-def test_a_batch_that_leaves_a_tail_of_the_training_set_gives_the_same_result(tmp_path):
-    """1,437 images make 3 batches of 420 and leave 177, which no number of processes may train on."""
-    options = ["--epochs", 1, "--batch-size", 420]
-    single = run_script(tmp_path, "single_gpu.py", *options, float64=True)
-    for nproc in (2, 4):
-        result = run_script(tmp_path, "ddp_torchrun.py", *options, nproc=nproc, float64=True)
-        assert losses(result) == pytest.approx(losses(single), rel=1e-9)
-        assert accuracies(result) == accuracies(single)
-
-
 @pytest.fixture(
     scope="module", params=[("single_gpu.py", 1), ("ddp_mp_spawn.py", 2), ("ddp_torchrun.py", 2)], ids=lambda run: run[0]
 )

@@ -1,10 +1,12 @@
 """Each line that DDP adds: what it does, and what becomes of the run without it. The comments quote the scripts."""
 
+import itertools
 import os
 import socket
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.processes import ROOT, batches, edited, losses, run_script, run_scripts, weights
@@ -132,6 +134,33 @@ def test_the_shares_of_a_step_are_disjoint_and_make_the_batch_of_one_device(tmp_
             assert [len(part) for part in parts] == [BATCH // nproc] * nproc
             assert sorted(sum(parts, [])) == sorted(batch)  # no index twice, so the parts are disjoint
             assert len(set(batch)) == BATCH
+
+
+def test_every_step_takes_the_batch_of_one_device_whatever_the_number_of_images_and_of_processes(monkeypatch):
+    """The shipped lines, for every n from 1 to 30, N from 1 to 8 and 1 to 3 images a process and step, in epoch 5."""
+    lines = {}
+    for script in "single_gpu.py", "ddp_torchrun.py":
+        text = [line.strip() for line in (ROOT / script).read_text().splitlines()]
+        for start in "sampler = ", "train_loader = ", "sampler.":
+            [line] = [line for line in text if line.startswith(start)]
+            lines.setdefault(script, []).append(line)
+
+    def dealt(script, n, batch_size, world_size, rank):
+        names = dict(vars(torch.utils.data), torch=torch, train_set=range(n), epoch=5)
+        names["args"] = SimpleNamespace(batch_size=batch_size, world_size=world_size, seed=3)
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: world_size)
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+        exec("\n".join(lines[script]), names)
+        return [batch.tolist() for batch in names["train_loader"]]
+
+    steps = 0
+    for n, world_size, share in itertools.product(range(1, 31), range(1, 9), range(1, 4)):
+        single = dealt("single_gpu.py", n, world_size * share, 1, 0)
+        shares = [dealt("ddp_torchrun.py", n, world_size * share, world_size, rank) for rank in range(world_size)]
+        assert [sorted(batch) for batch in single] == [sorted(sum(parts, [])) for parts in zip(*shares, strict=True)]
+        assert len(single) == n // (world_size * share)
+        steps += len(single)
+    assert steps == sum(n // (size * share) for n in range(1, 31) for size in range(1, 9) for share in range(1, 4))
 
 
 def test_without_the_distributed_sampler_every_process_trains_on_the_same_images(tmp_path):
