@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+import time
 
 import pytest
 import torch
@@ -222,30 +222,26 @@ def test_four_processes_print_the_help_once(tmp_path):
 
 # As a person starts it: by Python or by torchrun, not by this harness
 
-BY_TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", TORCHRUN, "--lr", "1e9"]
-COMMANDS = {"bare": [TORCHRUN], "by torchrun": BY_TORCHRUN}
 
-
-@pytest.fixture(scope="module")
-def ended():
-    """What became of each of COMMANDS, all started at the same time, with none of the variables of torchrun."""
+def started(*words):
+    """What became of a command, with none of the variables of torchrun."""
     environment = {name: value for name, value in os.environ.items() if name not in torchrun_numbers(0, 1)}
-
-    def run(name):
-        command = [sys.executable, *COMMANDS[name]]
-        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
-
-    with ThreadPoolExecutor() as threads:
-        return dict(zip(COMMANDS, threads.map(run, COMMANDS)))
+    command = [sys.executable, *words]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
 
 
-def test_the_torchrun_script_started_by_python_says_how_to_start_it(ended, tmp_path):
-    bare = ended["bare"]
-    assert (bare.returncode, bare.stdout, bare.stderr) == (2, "", START + "\n")
-    numbered_by_hand = {"RANK": "1", "LOCAL_WORLD_SIZE": ""}
-    result = run_script(tmp_path, TORCHRUN, environment=numbered_by_hand)
-    assert (result.status, result.stdout, result.stderr.count("\n")) == (2, "", 1)
-    assert result.stderr.startswith(START.removesuffix(TORCHRUN))
+def test_the_torchrun_script_started_by_python_says_how_to_start_it():
+    result = started(TORCHRUN)
+    assert (result.returncode, result.stdout, result.stderr) == (2, "", START + "\n")
+
+
+def test_a_process_that_was_numbered_by_hand_says_so_too_and_waits_for_no_other(monkeypatch, capsys):
+    """With RANK=1 and WORLD_SIZE=1, without torchrun's LOCAL_WORLD_SIZE."""
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it waits"))
+    with pytest.raises(SystemExit) as refused:
+        parse_args([], world_size=1, local_world_size=0, speaks=False)
+    assert refused.value.code == 2
+    assert capsys.readouterr().err.startswith(START.removesuffix(TORCHRUN))
 
 
 @pytest.mark.parametrize("script", SCRIPTS[:2])
@@ -262,8 +258,9 @@ def test_the_torchrun_script_started_by_python_still_shows_its_help(capsys):
     assert shown.value.code == 0 and "--batch-size" in capsys.readouterr().out
 
 
-def test_torchrun_passes_the_line_on_once_and_without_a_traceback_of_ours(ended):
-    run = ended["by torchrun"]
+def test_torchrun_passes_the_line_on_once_and_without_a_traceback_of_ours():
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", TORCHRUN]
+    run = started(*launch, "--lr", "1e9")
     assert run.returncode == 1 and run.stderr.count("the loss of epoch 1 is nan; try an --lr below 1e+09") == 1, run.stderr
     assert 'ddp_torchrun.py", line' not in run.stderr
 
