@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from common.options import parse_args
 from tests import benchmark
 from tests.processes import ROOT
 from tests.test_commands import run
@@ -36,6 +37,17 @@ def test_one_command_prints_each_row_and_each_comparison_once(printed):
                 compared += 1
     assert len(ROWS) >= 17 and compared >= 18
     assert len([line for line in lines if re.search(r"[\d.]+ to [\d.]+ +of ", line)]) == compared
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 3, 8])
+def test_each_command_starts_as_many_processes_as_are_measured_with_options_that_they_take(nproc):
+    """--quick, which runs above, starts one each."""
+    for quick, started in (False, nproc), (True, 1):
+        _, _, single, spawn, torchrun = [row[1].words for row in list(benchmark.table(nproc, quick).values())[-1]]
+        assert parse_args(single[2:], 1, 1).epochs == 1
+        assert parse_args(spawn[2:], world_size=None).world_size == started
+        assert f"--nproc_per_node={started}" in torchrun
+        parse_args(torchrun[torchrun.index("ddp_torchrun.py") + 1 :], started, started)
 
 
 def test_the_first_lines_say_what_was_measured_on_what(printed):

@@ -6,6 +6,7 @@ import random
 import re
 import resource
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -260,6 +261,18 @@ def deadly(moment, side):
     setattr(owner, name, counted)
 deadly("{}", "{}")
 """
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_process_that_a_signal_ends_while_it_saves_leaves_a_whole_checkpoint(number, tmp_path):
+    """SIGTERM ends it as SIGKILL does; SIGINT raises KeyboardInterrupt, which lets it clean up."""
+    deadly = DEADLY.format("os.replace(temporary, args.checkpoint)", "before").replace("SIGKILL", number.name)
+    script = edited(tmp_path, "single_gpu.py", ("import time\n", f"import time\n{deadly}"))
+    result = run_script(tmp_path, script, "--epochs", 3, "--checkpoint", tmp_path / "model.pt", *FAST)
+    assert result.status == (-15 if number == signal.SIGTERM else 1)
+    assert torch.load(tmp_path / "model.pt", weights_only=True)["epoch"] == 1
+    assert (tmp_path / ".model.pt.tmp").exists() == (number == signal.SIGTERM)
+    assert len(losses(trained(tmp_path))) == 1
 
 
 def test_the_new_file_is_whole_on_the_disk_before_it_takes_the_place_of_the_old_one(tmp_path, monkeypatch):

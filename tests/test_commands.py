@@ -110,7 +110,7 @@ def test_spawning_works_in_a_thread_where_no_signal_can_be_handled():
 
 
 PROGRAMS = {
-    "main": "from ddp_mp_spawn import main\nmain(['--epochs', '1', '--nproc', '1'])\nprint('and on')\n",
+    "main": 'from ddp_mp_spawn import main; main(["--epochs", "1"])\nprint("and on")\n',
     "on the spot": "import torch.multiprocessing as mp\ndef train(rank): pass\nmp.spawn(train, nprocs=1)\n",
     "threads": """
 import os, sys
@@ -140,6 +140,7 @@ def ended(tmp_path_factory):
 
 def test_main_can_be_called_where_no_file_holds_it(ended):
     """The function that the children run is found in its module."""
+    assert f"`{PROGRAMS['main'].splitlines()[0]}`" in (ROOT / "README.md").read_text()
     result = ended["main"]
     assert result.returncode == 0, result.stderr
     assert re.search(EPOCH, result.stdout) and result.stdout.endswith("and on\n")

@@ -40,12 +40,10 @@ def family(session):
 
 
 @contextlib.contextmanager
-def running(script, folder, nproc=1, ignore_sigint=False):
-    """A run of many epochs in this folder; yields it, and a call that waits for its first save and returns all pids."""
-    path = str(ROOT / script)
-    spawn, torchrun = [path, f"--nproc={nproc}"], [*TORCHRUN[1:-2], f"--nproc_per_node={nproc}", path]
-    options = ["--epochs", "1000", "--checkpoint", "model.pt"]
-    command = [sys.executable, *(spawn if script == "ddp_mp_spawn.py" else torchrun), *options]
+def running(script, folder, ignore_sigint=False):
+    """Two processes, for many epochs; yields the run, and a call that waits for its first save and returns all pids."""
+    launch = [sys.executable] if script == "ddp_mp_spawn.py" else TORCHRUN[:-1]
+    command = [*launch, str(ROOT / script), "--epochs", "1000", "--checkpoint", "model.pt"]
     signal.signal(signal.SIGINT, signal.default_int_handler)  # where the tests were started with it ignored
     if ignore_sigint:  # as a shell does for its background jobs
         command = ["bash", "-c", 'trap "" INT; exec "$@"', "bash", *command]
@@ -97,7 +95,7 @@ def epoch_of(folder):
 
 @pytest.mark.parametrize("script", SCRIPTS[1:])
 def test_when_a_process_is_killed_the_run_ends_and_nothing_is_left(script, tmp_path):
-    with running(script, tmp_path, nproc=2) as (process, saved):
+    with running(script, tmp_path) as (process, saved):
         members = saved()
         two = workers(members, script)
         assert len(two) == 2
@@ -125,14 +123,14 @@ def test_a_signal_to_the_process_that_was_started_ends_all_and_leaves_a_good_che
 def test_the_children_of_a_killed_parent_end_even_where_interrupts_are_ignored(tmp_path):
     with running("ddp_mp_spawn.py", tmp_path, ignore_sigint=True) as (process, saved):
         members = saved()
-        assert len(workers(members, "ddp_mp_spawn.py")) == 1
+        assert len(workers(members, "ddp_mp_spawn.py")) == 2
         process.kill()
         assert gone(members)
 
 
 def test_children_whose_parent_is_killed_while_they_start_end_by_themselves(tmp_path):
     with running("ddp_mp_spawn.py", tmp_path) as (process, _):
-        children = wait_for(lambda: workers(family(process.pid), "ddp_mp_spawn.py") and family(process.pid), 60)
+        children = wait_for(lambda: len(workers(family(process.pid), "ddp_mp_spawn.py")) == 2 and family(process.pid), 60)
         process.kill()
         process.wait()
         assert wait_for(lambda: gone(children), 60), "they would wait five minutes for the store of their parent"
@@ -145,7 +143,9 @@ def test_workers_that_outlive_a_killed_launcher_keep_the_next_run_from_their_che
         process.wait()
         before = epoch_of(tmp_path)
         assert wait_for(lambda: epoch_of(tmp_path) > before, 60), "torchrun's workers live on"
-        for pid in workers(members, "ddp_torchrun.py"):
+        living = workers(members, "ddp_torchrun.py")
+        assert len(living) == 2
+        for pid in living:
             os.kill(pid, signal.SIGSTOP)  # with the lock, and without taking the cores
         commands = [(tmp_path, script, "--checkpoint", tmp_path / "model.pt") for script in SCRIPTS]
         next_runs = run_scripts(commands, nproc=2)

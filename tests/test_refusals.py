@@ -235,8 +235,11 @@ def test_the_torchrun_script_started_by_python_says_how_to_start_it():
     assert (result.returncode, result.stdout, result.stderr) == (2, "", START + "\n")
 
 
-def test_a_process_that_was_numbered_by_hand_says_so_too_and_waits_for_no_other(monkeypatch, capsys):
+def test_a_process_that_was_numbered_by_hand_says_so_too_and_waits_for_no_other(tmp_path, monkeypatch, capsys):
     """With RANK=1 and WORLD_SIZE=1, without torchrun's LOCAL_WORLD_SIZE."""
+    result = run_script(tmp_path, TORCHRUN, environment={"RANK": "1", "LOCAL_WORLD_SIZE": ""})
+    assert (result.status, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert result.stderr.startswith(START.removesuffix(TORCHRUN))
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it waits"))
     with pytest.raises(SystemExit) as refused:
         parse_args([], world_size=1, local_world_size=0, speaks=False)
