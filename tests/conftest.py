@@ -7,6 +7,7 @@ import itertools
 import multiprocessing
 import multiprocessing.connection
 import os
+from multiprocessing import forkserver
 
 WORKERS = 3  # keep two cores busy
 os.environ["OMP_WAIT_POLICY"] = "passive"  # a thread that waits for others leaves its core to another run
@@ -19,6 +20,9 @@ def pytest_runtestloop(session):
     option, hook = session.config.option, session.config.hook
     if len(files) < 2 or option.usepdb or option.capture == "no" or option.collectonly or session.testsfailed:
         return None
+    import tests.preload  # noqa: F401  (once for all workers, like the fork server of their runs)
+
+    forkserver.ensure_running()
     workers = {}
     try:
         for _ in range(WORKERS):
@@ -51,6 +55,8 @@ def pytest_runtestloop(session):
 def run_files(connection, session, files):
     """In a worker: run each file whose number arrives, and send what is reported of its tests; None at the end."""
     plugins, hook, reports = session.config.pluginmanager, session.config.hook, []
+    # The fork server runs, but is no child of this process, which would take it for dead and start another.
+    forkserver._forkserver.ensure_running = lambda: None
 
     class Collector:
         def pytest_runtest_logreport(self, report):

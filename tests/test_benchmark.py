@@ -16,6 +16,12 @@ COMMAND = [sys.executable, str(ROOT / "tests" / "benchmark.py"), "--quick", "--d
 ROWS = [row for rows in benchmark.table(2).values() for row in rows]
 
 
+@pytest.fixture(autouse=True)
+def loads_nothing(monkeypatch):
+    """The fork server of the other tests stays as they need it, without torchvision."""
+    monkeypatch.setattr(benchmark.context, "set_forkserver_preload", lambda modules: None)
+
+
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory):
     result = run(COMMAND, cwd=tmp_path_factory.mktemp("elsewhere"))
