@@ -3,6 +3,7 @@
 One file alone, and everything with --pdb or -s, runs as pytest runs it by itself.
 """
 
+import contextlib
 import itertools
 import multiprocessing
 import multiprocessing.connection
@@ -27,7 +28,7 @@ def pytest_runtestloop(session):
     try:
         for _ in range(WORKERS):
             here, there = context.Pipe()
-            workers[here] = context.Process(target=run_files, args=(there, session, files))
+            workers[here] = context.Process(target=run_files, args=(there, workers, session, files))
             workers[here].start()
             there.close()
         waiting, idle = iter(range(len(files))), list(workers)
@@ -52,8 +53,10 @@ def pytest_runtestloop(session):
     return True
 
 
-def run_files(connection, session, files):
+def run_files(connection, others, session, files):
     """In a worker: run each file whose number arrives, and send what is reported of its tests; None at the end."""
+    for other in others:
+        other.close()  # were its ends open here too, no worker would notice that the first process was killed
     plugins, hook, reports = session.config.pluginmanager, session.config.hook, []
     # The fork server runs, but is no child of this process, which would take it for dead and start another.
     forkserver._forkserver.ensure_running = lambda: None
@@ -64,10 +67,11 @@ def run_files(connection, session, files):
 
     plugins.unregister(name="terminalreporter")
     plugins.register(Collector())
-    for number in iter(connection.recv, None):
-        items = files[number]
-        for item, next_item in zip(items, [*items[1:], None]):
-            hook.pytest_runtest_protocol(item=item, nextitem=next_item)
-        connection.send(reports)
-        reports.clear()
-    connection.send(None)
+    with contextlib.suppress(EOFError, BrokenPipeError):  # the first process was killed
+        for number in iter(connection.recv, None):
+            items = files[number]
+            for item, next_item in zip(items, [*items[1:], None]):
+                hook.pytest_runtest_protocol(item=item, nextitem=next_item)
+            connection.send(reports)
+            reports.clear()
+        connection.send(None)
