@@ -67,7 +67,7 @@ def run_files(connection, others, session, files):
 
     plugins.unregister(name="terminalreporter")
     plugins.register(Collector())
-    with contextlib.suppress(EOFError, BrokenPipeError):  # the first process was killed
+    with contextlib.suppress(EOFError, ConnectionError):  # the first process was killed
         for number in iter(connection.recv, None):
             items = files[number]
             for item, next_item in zip(items, [*items[1:], None]):
