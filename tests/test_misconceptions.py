@@ -52,6 +52,20 @@ def test_each_process_holds_all_parameters_gradients_and_momenta_however_many_th
     assert run_ranks(tmp_path, bytes_held, True, nproc=2) == [whole] * 2
 
 
+def bytes_behind_gradients(rank, view):
+    """Of each gradient, and of the memory that it is a part of."""
+    layer = torch.nn.Linear(4, 3)
+    ddp_model = DistributedDataParallel(layer, gradient_as_bucket_view=view)
+    ddp_model(torch.ones(2, 4)).sum().backward()
+    return [(gradient.nbytes, gradient.untyped_storage().nbytes()) for gradient in (layer.weight.grad, layer.bias.grad)]
+
+
+def test_gradients_and_buckets_are_the_same_memory_only_if_asked_for(tmp_path):
+    for view, memory in (False, [48, 12]), (True, [48 + 12] * 2):
+        held = run_ranks(tmp_path, bytes_behind_gradients, view)
+        assert held == [list(zip([48, 12], memory))] * 2
+
+
 # DDP makes the parameters equal in each step.
 
 

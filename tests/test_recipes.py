@@ -121,8 +121,8 @@ def test_two_recipes_combine_but_for_what_the_readme_says(tmp_path):
             ast.parse(path.read_text())
         except (AssertionError, SyntaxError):
             apart.add((first, second))
-    accumulation, bfloat16, clipping = TITLES[:3]
-    assert apart == {(accumulation, bfloat16), (bfloat16, accumulation), (accumulation, clipping)} and len(pairs) == 72
+    accumulation, bfloat16 = TITLES[:2]
+    assert apart == {(accumulation, bfloat16), (bfloat16, accumulation)} and len(pairs) == 72
 
 
 def test_there_are_nine_recipes():

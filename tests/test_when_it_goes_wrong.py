@@ -5,6 +5,7 @@ The rows that are not here have their tests in test_commands.py, test_lines.py, 
 
 import contextlib
 import logging
+import os
 import socket
 import sys
 from datetime import timedelta
@@ -111,6 +112,19 @@ def sum_different_sizes(rank):
 def test_ranks_that_meet_in_different_exchanges_abort(tmp_path):
     with pytest.raises(AssertionError, match="Is there a distributed collective mismatch in your code"):
         run_ranks(tmp_path, sum_different_sizes)
+
+
+def sum_different_sizes_in_detail(rank):
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+    dist.set_debug_level_from_env()
+    group = dist.new_group()
+    return error_of(lambda: dist.all_reduce(torch.ones(8 if rank == 0 else 2), group=group))
+
+
+def test_with_detail_two_exchanges_that_do_not_match_are_described(tmp_path):
+    for error in run_ranks(tmp_path, sum_different_sizes_in_detail):
+        assert error.startswith("Detected mismatch between collectives on ranks")
+        assert all(word in error for word in ("Rank 0", "Rank 1", "ALLREDUCE", "TensorShape=[8]", "TensorShape=[2]"))
 
 
 def evaluate_on_rank_0(rank):
