@@ -46,7 +46,7 @@ def _load(args, model, optimizer):
         state = _read(args.checkpoint)
         settings = {name: state["settings"][name] for name in SETTINGS}
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        reason = textwrap.shorten(f"{type(error).__name__}: {error}", 200, placeholder=" …")
         refuse(args, f"{args.checkpoint} is damaged or not a checkpoint of these scripts ({reason}); move it away")
     for name, value in settings.items():
         if value != getattr(args, name):
@@ -92,16 +92,17 @@ def save_checkpoint(args, model, optimizer, epoch):
             "epoch": epoch + 1,
             "settings": {name: getattr(args, name) for name in SETTINGS},
         }
-        temporary = args.checkpoint.with_name(f".{args.checkpoint.name}.tmp")  # one name, so that they cannot pile up
+        data, temporary = io.BytesIO(), args.checkpoint.with_name(f".{args.checkpoint.name}.tmp")
+        torch.save(state, data)
+        remove(temporary)  # one name for all, so that those of killed runs cannot pile up
         try:
-            with open(temporary, "wb") as file:
-                torch.save(state, file)
+            with open(temporary, "xb") as file:
+                file.write(data.getbuffer())
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, args.checkpoint)
-        except (OSError, RuntimeError) as error:
-            reason = error.__context__ or error  # torch.save hides the system's words behind its own
-            refuse(args, f"epoch {epoch + 1} cannot be saved in {args.checkpoint} ({reason}); it is as it was before")
+        except OSError as error:
+            refuse(args, f"epoch {epoch + 1} cannot be saved in {args.checkpoint} ({error}); it is as it was before")
         finally:
             remove(temporary)
     if epoch + 1 == args.epochs:

@@ -74,10 +74,10 @@ def _load_torchvision(args):
         "fashion-mnist": (datasets.FashionMNIST, "FashionMNIST/raw", "{train,t10k}-{images-idx3,labels-idx1}-ubyte.gz"),
         "cifar10": (datasets.CIFAR10, "cifar-10-batches-py", "data_batch_1 to 5, test_batch and batches.meta"),
     }[args.dataset]
-    if args.data_root.exists() and not args.data_root.is_dir():
+    if os.path.exists(args.data_root) and not os.path.isdir(args.data_root):
         refuse(args, f"--data-root {args.data_root} is not a folder; name one, or one that can be made")
     folder, lock = args.data_root / folder, args.data_root / f".{args.dataset}.lock"
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    missing = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
     timeout = socket.getdefaulttimeout()
     try:
         args.data_root.mkdir(parents=True, exist_ok=True)

@@ -67,10 +67,10 @@ def report(args, epoch, metrics, seconds):
 
 
 def say(line):
-    """Print a line at once, or train on in silence if nobody reads any longer, as behind `| head`."""
+    """Print a line at once; train on in silence if nobody reads any longer, as behind `| head`, or the disk is full."""
     try:
         print(line, flush=True)
-    except BrokenPipeError:
+    except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -13,9 +13,9 @@ from torch.multiprocessing import ProcessExitedException
 
 
 def attached(function):
-    """The function, for a child that ends at once if its parent was killed while it started.
+    """Wrap a function for mp.spawn: a child whose parent was killed while it started ends, and waits for no store.
 
-    From then on PyTorch has it interrupted when the parent dies; before, it would wait for the parent's store.
+    Once the function runs, PyTorch interrupts the child when the parent dies.
     """
     return functools.partial(_attached, function)
 

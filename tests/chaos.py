@@ -115,6 +115,8 @@ def main(argv=None):
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     parser.add_argument("--nproc", type=int, default=2)
     args = parser.parse_args(argv)
+    if args.kills < 1 or args.nproc < 1:
+        parser.error("--kills and --nproc are 1 or more")
     chance, moments, start = random.Random(args.seed), collections.Counter(), time.monotonic()
     with tempfile.TemporaryDirectory() as untouched, tempfile.TemporaryDirectory() as killed:
         untouched, killed = Path(untouched), Path(killed)

@@ -12,6 +12,7 @@ from multiprocessing import forkserver
 
 WORKERS = 3  # keep two cores busy
 os.environ["OMP_WAIT_POLICY"] = "passive"  # a thread that waits for others leaves its core to another run
+os.environ.pop("PYTHONUNBUFFERED", None)  # or a line that was not flushed would be seen at once all the same
 
 context = multiprocessing.get_context("fork")
 

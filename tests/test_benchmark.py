@@ -6,10 +6,11 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from common.options import parse_args
 from tests import benchmark
-from tests.processes import ROOT
+from tests.processes import ROOT, run_ranks
 from tests.test_commands import run
 
 COMMAND = [sys.executable, str(ROOT / "tests" / "benchmark.py"), "--quick", "--dataset", "digits", "--batch-size", "16"]
@@ -118,6 +119,67 @@ def test_the_repeats_come_to_an_end_and_the_least_disturbed_chunk_is_kept(losing
     assert fates == {"all": 1, "repeated": 2, "disturbed": 1}
 
 
+def test_commands_are_measured_in_every_fourth_round(losing):
+    samples, _ = benchmark.measure({"command": Measured(0, 0)}, benchmark.parse(["--rounds", "5"]))
+    assert samples == {"command": [1, 2]}
+
+
+def test_the_table_shows_the_median_and_the_quartiles_of_the_ratios():
+    assert benchmark.compared([2, 40, 24], [1, 10, 3]) == ("4", "3 to 6")
+
+
+def test_of_the_processes_of_a_loop_the_slowest_counts_and_each_is_asked_for_the_same_steps():
+    """Two, of which a chunk of 4 steps with 6 images takes 0.2 and 0.3 seconds; a chunk of 0.8 has 11."""
+    orders, loop = [], benchmark.Loop(None, many=True)
+    for report in (0.2, 1.0, 3 << 20), (0.3, 1.5, 5 << 20):
+        calls = {"poll": lambda seconds: True, "send": orders.append, "recv": lambda report=report: report}
+        loop.connections.append(SimpleNamespace(**calls))
+    loop.steps, loop.batch = 4, 6
+    assert loop.run() == (pytest.approx(4 * 6 / 0.3), 2.5) and loop.mebibytes == 5
+    assert orders == [(1, 4)] * 2
+    loop.calibrate()
+    assert loop.steps == 11
+
+
+def test_a_command_that_fails_has_no_time():
+    with pytest.raises(ChildProcessError, match="no such thing"):
+        benchmark.Command("-c", "exit('no such thing')").run()
+
+
+def test_the_cores_work_for_programs_the_system_and_interrupts_and_in_no_idle_time(monkeypatch):
+    """The columns of /proc/stat: user, nice, system, idle, iowait, irq, softirq, steal, guest, guest_nice."""
+    text = "cpu 9 9 9 9 9 9 9 9 9 9\ncpu0 1 2 4 1000 2000 8 16 32 4000 8000\ncpu1 9 9 9 9 9 9 9 9 9 9\nintr 7\n"
+    monkeypatch.setattr(benchmark, "CORES", ["cpu0"])
+    monkeypatch.setattr(benchmark.Path, "read_text", lambda path: text)
+    monkeypatch.setattr(benchmark.os, "sysconf", {"SC_CLK_TCK": 10}.get)
+    assert benchmark.busy() == 6.3
+
+
+def test_before_a_repeat_the_others_are_waited_for_but_not_for_ever(monkeypatch):
+    monkeypatch.setattr(benchmark, "CORES", ["cpu0"])
+    for share, waited in (0.5, 2), (0.01, 0.25):
+        now = [0.0]
+        monkeypatch.setattr(benchmark, "busy", lambda: now[0] * share)
+        for clock in "monotonic", "perf_counter":
+            monkeypatch.setattr(benchmark.time, clock, lambda: now[0])
+        monkeypatch.setattr(benchmark.time, "sleep", lambda seconds: now.append(now.pop() + 0.25))
+        benchmark.wait_for_quiet()
+        assert now[0] == waited
+
+
+def averaged(rank, reduce):
+    """Two gradients after the reduction by hand, of which rank r had r + 1 times as much."""
+    gradients = [torch.ones(2, 3) * (rank + 1), torch.arange(4.0) * (rank + 1)]
+    reduce(gradients)
+    return gradients
+
+
+@pytest.mark.parametrize("reduce", [benchmark.one_call, benchmark.a_call_each])
+def test_a_reduction_by_hand_leaves_the_mean_on_every_rank(reduce, tmp_path):
+    for gradients in run_ranks(tmp_path, averaged, reduce):
+        torch.testing.assert_close(gradients, [torch.full((2, 3), 1.5), torch.arange(4.0) * 1.5])
+
+
 def test_what_others_took_is_the_work_of_the_cores_that_is_not_ours(monkeypatch):
     """In 2 seconds 3 cores worked 4 seconds, of which 2.5 are ours: of the 6 that there were others took 1.5."""
     monkeypatch.setattr(benchmark, "CORES", ["cpu0", "cpu1", "cpu2"])
@@ -138,7 +200,7 @@ def test_a_chunk_times_the_steps_that_were_asked_for_and_not_the_one_before_them
 
 
 def crash(job):
-    raise MemoryError("no more")
+    raise MemoryError(f"{job.share} of {len(job.images)}")
 
 
 def test_a_loop_that_cannot_run_ends_the_benchmark_in_one_line_and_leaves_no_process(monkeypatch, capfd):
@@ -147,5 +209,5 @@ def test_a_loop_that_cannot_run_ends_the_benchmark_in_one_line_and_leaves_no_pro
     with pytest.raises(SystemExit) as end:
         benchmark.main(["--quick"])
     assert end.value.code == 2
-    assert capfd.readouterr().err.split("\r")[-1] == "bare loop ended with an error: MemoryError: no more\n"
+    assert capfd.readouterr().err.split("\r")[-1] == "bare loop ended with an error: MemoryError: 64 of 2560\n"
     assert multiprocessing.active_children() == before

@@ -1,6 +1,7 @@
 """--checkpoint: what is in the file, what is refused, and that nothing is lost, whatever happens while it is written."""
 
 import functools
+import io
 import os
 import random
 import re
@@ -229,7 +230,7 @@ def untouched(tmp_path_factory):
     return trained(tmp_path_factory.mktemp("untouched"), epochs=3)
 
 
-@pytest.mark.parametrize("moment", ["torch.save(state, file)", "os.replace(temporary, args.checkpoint)"])
+@pytest.mark.parametrize("moment", ["os.fsync(file.fileno())", "os.replace(temporary, args.checkpoint)"])
 @pytest.mark.parametrize("side", ["before", "after"])
 def test_a_process_that_is_killed_while_it_saves_leaves_a_whole_checkpoint(moment, side, tmp_path, untouched):
     """Killed in the second save, beside a call that writes; the run then ends as if nothing had happened."""
@@ -247,10 +248,9 @@ def test_a_process_that_is_killed_while_it_saves_leaves_a_whole_checkpoint(momen
 
 DEADLY = """
 import os, signal
-import torch
 def deadly(moment, side):
-    owner, name = (torch, "save") if "save" in moment else (os, "replace")
-    call, calls = getattr(owner, name), []
+    name = moment.split("(")[0].removeprefix("os.")
+    call, calls = getattr(os, name), []
     def counted(*args):
         calls.append(1)
         if len(calls) == 2 and side == "before":
@@ -258,7 +258,7 @@ def deadly(moment, side):
         call(*args)
         if len(calls) == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-    setattr(owner, name, counted)
+    setattr(os, name, counted)
 deadly("{}", "{}")
 """
 
@@ -313,6 +313,25 @@ def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(tmp_path):
     assert (tmp_path / "stderr").read_text() == line
 
 
+def test_a_disk_without_any_room_is_named_too(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "model.pt"
+    save_checkpoint(*parts(path), epoch=0)
+    before = path.read_bytes()
+    monkeypatch.setattr("builtins.open", lambda *_: io.open("/dev/full", "wb"))
+    with pytest.raises(SystemExit):
+        save_checkpoint(*parts(path), epoch=1)
+    assert f"cannot be saved in {path} ([Errno 28] No space left on device)" in capsys.readouterr().err
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("elsewhere")])
+def test_whatever_bears_the_name_of_the_new_file_is_replaced_and_not_written_into(make, tmp_path):
+    """Which would wait for a reader of a pipe, and overwrite what a link points to."""
+    make(tmp_path / ".model.pt.tmp")
+    save_checkpoint(*parts(tmp_path / "model.pt"), epoch=0)
+    assert [path.name for path in tmp_path.iterdir() if path.is_file() and not path.is_symlink()] == ["model.pt"]
+
+
 def test_a_folder_that_is_gone_when_the_epoch_is_saved_is_one_line(tmp_path, capsys):
     (tmp_path / "folder").mkdir()
     arguments = parts(tmp_path / "folder/model.pt")
@@ -350,7 +369,7 @@ def test_the_file_of_the_lock_goes_while_nobody_else_can_hold_it_and_it_is_no_er
     args = parts(tmp_path / "model.pt")[0]
     unlock(lock(args))
     assert there == [False, False]  # for parse_args, and now
-    monkeypatch.setattr(Path, "unlink", lambda *_: os.open("/no/such/file", os.O_RDONLY))
+    monkeypatch.setattr(Path, "unlink", lambda *_: os.open("/", os.O_WRONLY))  # not allowed
     unlock(lock(args))
     assert there == [False, False, True]
 
@@ -365,19 +384,22 @@ def test_a_run_that_goes_on_is_not_overtaken(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("same_inode", [False, True])
-def test_a_file_that_changes_between_reading_and_locking_is_refused(same_inode, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("owner", "moment"), [(torch, "load"), (FileLock, "acquire")])
+def test_a_file_that_changes_between_reading_and_locking_is_refused(
+    owner, moment, same_inode, tmp_path, monkeypatch, capsys
+):
     """By a run that ended just now; its file may have the time of the one before, on a coarse clock, or the inode."""
     path, other = tmp_path / "model.pt", tmp_path / "other.pt"
     save_checkpoint(*parts(path), epoch=0)
     save_checkpoint(*parts(other), epoch=1)
     os.utime(other, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
-    acquire, arguments = FileLock.acquire, parts(path)
+    call, arguments = getattr(owner, moment), parts(path)
 
-    def late(lock):
+    def late(*args, **names):
         path.write_bytes(other.read_bytes()) if same_inode else other.replace(path)
-        return acquire(lock)
+        return call(*args, **names)
 
-    monkeypatch.setattr(FileLock, "acquire", late)
+    monkeypatch.setattr(owner, moment, late)
     with pytest.raises(SystemExit):
         load_checkpoint(*arguments)
     assert "another run is writing" in capsys.readouterr().err

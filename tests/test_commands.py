@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from common.options import parse_args
-from common.report import report
+from common.report import report, say
 from common.spawning import spawning
 from tests.processes import ROOT, edited, run_script, torchrun_numbers
 
@@ -75,6 +75,12 @@ def test_a_run_whose_output_nobody_reads_any_longer_trains_on(tmp_path):
     result = run(["bash", "-c", command])
     assert (result.returncode, result.stderr, result.stdout.count("\n")) == (0, "", 1)
     assert torch.load(tmp_path / "model.pt", weights_only=True)["epoch"] == 2
+
+
+def test_a_full_disk_behind_the_output_does_not_end_a_run(monkeypatch):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        say("once"), say("again")
 
 
 def test_what_spawning_changes_it_puts_back_and_it_ends_its_children_but_none_of_others():

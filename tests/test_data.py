@@ -428,6 +428,26 @@ def test_a_data_root_that_is_a_file_is_refused_and_left_as_it_was(tmp_path):
     assert len(result.stderr.splitlines()) == 1 and (tmp_path / "data").read_text() == "mine"
 
 
+def test_a_data_root_in_a_folder_of_somebody_else_is_refused_in_one_line(tmp_path):
+    (tmp_path / "theirs").mkdir(mode=0)
+    with open(tmp_path / "stderr", "w") as stderr:
+        process = context.Process(target=_fail_as_nobody, args=(tmp_path / "theirs/data", stderr.name), daemon=True)
+        process.start()
+        process.join(60)
+    line = (tmp_path / "stderr").read_text()
+    assert process.exitcode == 2 and line.count("\n") == 1
+    assert line.startswith("fashion-mnist cannot be read or downloaded (PermissionError")
+
+
+def _fail_as_nobody(root, stderr):
+    import torchvision  # noqa: F401  (now, as below)
+
+    sys.stderr = open(stderr, "w")
+    if os.geteuid() == 0:
+        os.setuid(65534)
+    load("fashion-mnist", root)
+
+
 # What goes wrong in torchvision's class
 
 

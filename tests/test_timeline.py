@@ -13,7 +13,7 @@ from torch.autograd import DeviceType
 
 from tests.processes import run_ranks
 from tests.test_commands import run
-from tests.timeline import WIDTH, draw, draw_svg, hidden_share, measure, parse, read, sentences
+from tests.timeline import WIDTH, draw, draw_svg, hidden_share, measure, on_one_axis, parse, read, sentences
 
 CPU = torch.device("cpu")
 
@@ -79,6 +79,13 @@ def test_the_times_of_all_ranks_are_of_one_clock(small_buckets, one_bucket):
         assert rank["clock"][0] < rank["forward"][0] < rank["optimizer"][1] < rank["clock"][1]
     [(first_start, first_end)], [(second_start, second_end)] = (rank["exchanges"] for rank in one_bucket)
     assert first_start < second_end and second_start < first_end
+
+
+def test_the_first_of_the_ranks_to_begin_begins_at_0():
+    late = step((7, 17), (17, 37), [(22, 27)], (49, 64))
+    assert on_one_axis([late, step((5, 15), (15, 35), [(20, 25)], (47, 62))]) == [
+        step((2, 12), (12, 32), ((17, 22),), (44, 59)), step((0, 10), (10, 30), ((15, 20),), (42, 57)),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -180,6 +187,7 @@ def test_on_a_gpu_the_bars_are_the_kernels_that_each_part_has_launched():
     events += [kernel("conv", 5000, 9000, 1), kernel("conv_grad", 9000, 20000, 2), kernel("copy", 30000, 31000, 3)]
     events += [kernel("add", 31000, 32000, 4), kernel("nccl:all_reduce", 15000, 30000, kind="gpu_user_annotation")]
     events += [kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL", *times) for times in [(20000, 30000), (15000, 18000)]]
+    events += [kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 2, 8)]  # of the barrier
     assert read(events, 100) == {
         "forward": [105, 109],
         "backward": [109, 120],
@@ -195,7 +203,7 @@ def test_on_a_gpu_the_bars_are_the_kernels_that_each_part_has_launched():
         (["--nproc", 3, "--batch-size", 50], "--batch-size 50 does not divide among 3 processes; 48 and 51 do"),
         (["--batch-size", "many"], "argument --batch-size: invalid whole number from 1 up value: 'many'"),
         (["--bucket-cap-mb", 0], "--bucket-cap-mb 0.0 is not a size; use a number above 0, such as 25"),
-        (["--bucket-cap-mb", "nan"], "--bucket-cap-mb nan is not a size"),
+        *[(["--bucket-cap-mb", size], f"--bucket-cap-mb {size} is not a size") for size in ("nan", "inf", "1e+300")],
         (["--svg", "missing/a.svg"], "--svg missing/a.svg cannot be written; name a file in a folder that exists"),
         (["--svg", "."], "--svg . cannot be written"),
         (["--chrome", __file__], f"--chrome {__file__} cannot be made (File exists); choose another folder"),

@@ -115,6 +115,21 @@ def read(events, start=0.0):
     return parts | {"exchanges": sorted(span(event) for event in exchanges if span(event)[0] >= begin)}
 
 
+def on_one_axis(ranks):
+    """What read() returned for each rank, with times from the first forward pass."""
+    zero = min(step["forward"][0] for step in ranks)
+
+    def shifted(times):
+        return tuple(time - zero for time in times)
+
+    return [
+        step
+        | {part: shifted(step[part]) for part in PARTS}
+        | {"exchanges": tuple(shifted(times) for times in step["exchanges"])}
+        for step in ranks
+    ]
+
+
 def hidden_share(exchanges, backward):
     """Of the time in which at least one exchange runs, the part that lies within backward: from 0 to 1."""
     total = hidden = reached = 0.0
@@ -250,10 +265,7 @@ def main(argv=None):
     with spawning():
         mp.spawn(process, args=(args, store.port), nprocs=args.world_size)
     ranks = [json.loads(store.get(f"rank {rank}")) for rank in range(args.world_size)]
-    zero = min(step["forward"][0] for step in ranks)
-    for step in ranks:
-        step["exchanges"] = [[time - zero for time in times] for times in step["exchanges"]]
-        step.update({part: [time - zero for time in step[part]] for part in PARTS})
+    ranks = on_one_axis(ranks)
     where, sizes = "GPU" if torch.cuda.is_available() else "CPU", [f"{size:#.3g}" for size in ranks[0]["buckets"]]
     title = [f"one step of {args.model}, {args.world_size} processes on {where}, global batch {args.batch_size}"]
     title += textwrap.wrap(f"gradients in buckets of {', '.join(sizes)} MiB", WIDTH)
