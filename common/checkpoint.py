@@ -96,7 +96,7 @@ def save_checkpoint(args, model, optimizer, epoch):
         torch.save(state, data)
         remove(temporary)  # one name for all, so that those of killed runs cannot pile up
         try:
-            with open(temporary, "xb") as file:
+            with open(temporary, "wb") as file:
                 file.write(data.getbuffer())
                 file.flush()
                 os.fsync(file.fileno())
