@@ -416,7 +416,8 @@ def test_a_symbolic_link_stays_and_what_it_points_to_is_written(tmp_path):
 
 def test_runs_with_checkpoints_of_their_own_do_not_disturb_each_other(tmp_path):
     runs = run_scripts(
-        [(tmp_path, script, "--epochs", 1, "--checkpoint", tmp_path / f"{script}.pt") for script in SCRIPTS], nproc=2
+        [(tmp_path, script, *FAST, "--epochs", 1, "--checkpoint", tmp_path / f"{script}.pt") for script in SCRIPTS],
+        nproc=2,
     )
     assert [result.status for result in runs] == [0, 0, 0]
     assert len({round(losses(result)[0], 4) for result in runs}) == 1

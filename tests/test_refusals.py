@@ -280,7 +280,7 @@ def test_the_torchrun_script_started_by_python_still_shows_its_help(capsys):
 
 def test_torchrun_passes_the_line_on_once_and_without_a_traceback_of_ours():
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", TORCHRUN]
-    run = started(*launch, "--lr", "1e9")
+    run = started(*launch, "--lr", "1e9", "--batch-size", "240")
     assert run.returncode == 1 and run.stderr.count("the loss of epoch 1 is nan; try an --lr below 1e+09") == 1, run.stderr
     assert 'ddp_torchrun.py", line' not in run.stderr
 
