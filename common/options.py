@@ -39,7 +39,7 @@ def parse_args(argv=None, world_size=1, local_world_size=1, speaks=True):
         "--checkpoint", type=Path, metavar="PATH", help="save here after every epoch, and go on from there if it exists"
     )
     if world_size is None:
-        nproc = torch.cuda.device_count() or 2
+        nproc = torch.cuda.device_count() if torch.cuda.is_available() else 2
         parser.add_argument("--nproc", type=_number(int, 1), default=nproc, help="processes to start")
     args = argparse.Namespace(speaks=speaks)
     parser.error = lambda message: refuse(args, f"{message}; --help shows the options")

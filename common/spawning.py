@@ -13,14 +13,17 @@ from torch.multiprocessing import ProcessExitedException
 
 
 def attached(function):
-    """Wrap a function for mp.spawn: a child whose parent was killed while it started ends, and waits for no store.
+    """Wrap a function for mp.spawn: a child ends with its parent, whatever it is doing.
 
-    Once the function runs, PyTorch interrupts the child when the parent dies.
+    When the parent dies, PyTorch has its children interrupted (SIGINT). A shell makes its background jobs ignore that,
+    and Python waits with it for the end of a call in C, as for a GPU; here it ends the process. And a child whose
+    parent died before would wait for the parent's store.
     """
     return functools.partial(_attached, function)
 
 
 def _attached(function, *args):
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     if not multiprocessing.parent_process().is_alive():
         sys.exit(1)
     function(*args)
@@ -31,8 +34,7 @@ def spawning():
     """Start children where no file holds the main program, end as they ended, and leave none behind.
 
     A child loads the file of the main program; where there is none (`python - < file`), it must not look for it.
-    SIGTERM ends the parent as Ctrl-C does, after the children. If the parent is killed, PyTorch has its children
-    interrupted (SIGINT), which a shell makes its background jobs ignore; the children must not.
+    SIGTERM ends the parent as Ctrl-C does, after the children.
 
     Raises:
         SystemExit: with code 2, if a child ended with status 2, which says that it has reported a person's error;
@@ -42,11 +44,10 @@ def spawning():
     file = getattr(main, "__file__", None)
     logger = logging.getLogger("torch.multiprocessing.spawn")  # names each process that it ends after an error
     level = logger.level
-    handlers, others = {}, multiprocessing.active_children()
-    if threading.current_thread() is threading.main_thread():
-        handlers[signal.SIGTERM] = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-        if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-            handlers[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
+    others = multiprocessing.active_children()
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if in_main_thread:
+        handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if file and not os.path.exists(file):
         del main.__file__
     logger.setLevel(logging.ERROR)
@@ -61,7 +62,7 @@ def spawning():
             child.kill()
             child.join()
         logger.setLevel(level)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        if in_main_thread:
+            signal.signal(signal.SIGTERM, handler)
         if file:
             main.__file__ = file

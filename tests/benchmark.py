@@ -429,7 +429,8 @@ def parse(argv):
 def describe(options):
     args, shape = options.args, SHAPES[options.dataset][1:]
     cpu = re.search(r"model name\s*: (.*)|$", Path("/proc/cpuinfo").read_text())[1] or os.uname().machine
-    gpus = collections.Counter(torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count()))
+    numbers = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    gpus = collections.Counter(torch.cuda.get_device_name(number) for number in numbers)
     parameters = sum(p.numel() for p in build_model(args, torch.zeros(1, 1, *shape)).parameters())
     hardware = [f"{len(CORES)} cores of {cpu}", *(f"{count} x {name}" for name, count in gpus.items())]
     print(f"{', '.join(hardware)}; torch {torch.__version__}")

@@ -10,9 +10,15 @@ import multiprocessing.connection
 import os
 from multiprocessing import forkserver
 
+import torch
+
 WORKERS = 3  # keep two cores busy
 os.environ["OMP_WAIT_POLICY"] = "passive"  # a thread that waits for others leaves its core to another run
 os.environ.pop("PYTHONUNBUFFERED", None)  # or a line that was not flushed would be seen at once all the same
+GPUS = torch.cuda.device_count()
+# For the tests of GPUs, in which float32 is not rounded to TF32. All others run on the CPU, over gloo.
+WITH_GPUS = {**os.environ, "NVIDIA_TF32_OVERRIDE": "0", "PYTHONPATH": os.path.dirname(os.path.dirname(__file__))}
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 context = multiprocessing.get_context("fork")
 

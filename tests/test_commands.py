@@ -30,7 +30,7 @@ def run(command, *options, **how):
 
 
 def run_all(commands, *options, cwd=ROOT, texts=None, environments=None, seconds=200):
-    """Run commands at the same time on the CPU, each in a session of its own, of which nothing is left.
+    """Run commands at the same time, each in a session of its own, of which nothing is left.
 
     Args:
         texts (list of str): what each reads from standard input.
@@ -42,8 +42,7 @@ def run_all(commands, *options, cwd=ROOT, texts=None, environments=None, seconds
     processes, results = [], []
     try:
         for command, variables in zip(commands, environments or [{}] * len(commands), strict=True):
-            variables = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **variables}
-            command = [*command, *map(str, options)]
+            variables, command = {**os.environ, **variables}, [*command, *map(str, options)]
             processes.append(
                 subprocess.Popen(command, cwd=cwd, env=variables, text=True, start_new_session=True, **pipes)
             )
@@ -85,23 +84,20 @@ def test_a_full_disk_behind_the_output_does_not_end_a_run(monkeypatch):
 
 def test_what_spawning_changes_it_puts_back_and_it_ends_its_children_but_none_of_others():
     def state():
-        return signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT), logger.level, main.__file__
+        return signal.getsignal(signal.SIGTERM), logger.level, main.__file__
 
     main, logger = sys.modules["__main__"], logging.getLogger("torch.multiprocessing.spawn")
     with multiprocessing.Pool(1) as others, pytest.MonkeyPatch.context() as patch:
         patch.setattr(main, "__file__", "<stdin>", raising=False)
         patch.setattr(logger, "level", logging.INFO)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
         before = state()
         with spawning():
             assert not hasattr(main, "__file__") and logger.level == logging.ERROR
             assert signal.getsignal(signal.SIGTERM) != before[0]
-            assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
             children = [multiprocessing.get_context("fork").Process(target=signal.pause, daemon=True) for _ in range(2)]
             for child in children:
                 child.start()
         assert state() == before
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         assert not any(os.path.exists(f"/proc/{child.pid}") for child in children)
         assert others.apply_async(int).get(20) == 0
 

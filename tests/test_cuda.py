@@ -1,17 +1,16 @@
 """What only a GPU can show; skipped where there is none."""
 
 import json
-import os
+import re
 import subprocess
 import sys
 
 import pytest
-import torch
 
-from tests.processes import ROOT
+from tests.conftest import GPUS, WITH_GPUS
+from tests.processes import ROOT, edited
 from tests.test_commands import EPOCH, TORCHRUN
 
-GPUS = torch.cuda.device_count()
 pytestmark = pytest.mark.skipif(GPUS == 0, reason="no GPU")
 
 # Run by each process after the shipped script: which devices it used, and how much of each.
@@ -26,15 +25,14 @@ with open({folder!r} + os.environ["RANK"], "w") as file:
 """
 
 
-def run(*command):
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr
+def run(*command, status=0, **variables):
+    environment = WITH_GPUS | variables
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == status, result.stderr
     return result
 
 
 def epochs(result):
-    import re
-
     return [(float(loss), float(accuracy[:-1])) for loss, accuracy in re.findall(EPOCH, result.stdout)]
 
 
@@ -44,7 +42,8 @@ def torchrun(nproc, *command):
 
 def test_one_device_trains_on_the_gpu():
     result = run(sys.executable, "single_gpu.py")
-    assert torch.cuda.get_device_name() in result.stdout.splitlines()[0]
+    name = run(sys.executable, "-c", "import torch; print(torch.cuda.get_device_name())").stdout.strip()
+    assert name in result.stdout.splitlines()[0]
     assert epochs(result)[-1][1] >= 98
 
 
@@ -62,29 +61,29 @@ def test_nccl_with_a_process_for_each_gpu_gives_the_result_of_one_device(nproc):
             assert loss == pytest.approx(one_loss, rel=0.01) and accuracy == pytest.approx(one_accuracy, abs=1.5)
 
 
-@pytest.mark.parametrize("nproc", sorted({1, GPUS}))
-def test_each_process_uses_its_own_gpu_and_no_other(nproc, tmp_path):
+@pytest.mark.skipif(GPUS < 2, reason="fewer than two GPUs")
+def test_each_process_uses_its_own_gpu_and_no_other(tmp_path):
     (tmp_path / "watched.py").write_text(WATCHED.format(root=str(ROOT), folder=str(tmp_path / "rank")))
-    torchrun(nproc, str(tmp_path / "watched.py"), "--epochs", "1", "--batch-size", str(16 * nproc))
-    seen = [json.loads((tmp_path / f"rank{rank}").read_text()) for rank in range(nproc)]
-    assert seen == [[rank, [rank]] for rank in range(nproc)]
+    torchrun(GPUS, str(tmp_path / "watched.py"), "--epochs", "1", "--batch-size", str(16 * GPUS))
+    seen = [json.loads((tmp_path / f"rank{rank}").read_text()) for rank in range(GPUS)]
+    assert seen == [[rank, [rank]] for rank in range(GPUS)]
 
 
-def test_nothing_is_said_of_a_group_that_was_left_open():
-    result = torchrun(1, "ddp_torchrun.py", "--epochs", "1")
-    assert "destroy_process_group" not in result.stderr
+def test_nothing_is_said_of_a_group_that_was_left_open(tmp_path):
+    left_open = str(edited(tmp_path, "ddp_torchrun.py", ("    dist.destroy_process_group()\n", "")))
+    for script, said in ("ddp_torchrun.py", False), (left_open, True):
+        result = torchrun(1, script, "--epochs", "1")
+        assert ("destroy_process_group() was not called" in result.stderr) == said
 
 
 def test_one_process_more_than_there_are_gpus_is_refused():
-    command = [sys.executable, "ddp_mp_spawn.py", "--nproc", str(GPUS + 1), "--batch-size", str(48 * (GPUS + 1))]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 2 and f"this machine shows {GPUS}" in result.stderr
+    options = "--nproc", str(GPUS + 1), "--batch-size", str(48 * (GPUS + 1))
+    result = run(sys.executable, "ddp_mp_spawn.py", *options, status=2)
+    assert f"this machine shows {GPUS}" in result.stderr
 
 
 def test_a_checkpoint_from_the_gpu_goes_on_on_the_cpu(tmp_path):
     options = ["--checkpoint", str(tmp_path / "model.pt"), "--epochs"]
     run(sys.executable, "single_gpu.py", *options, "1")
-    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "single_gpu.py", *options, "2"]
-    result = subprocess.run(command, cwd=ROOT, env=hidden, capture_output=True, text=True, timeout=300, check=True)
+    result = run(sys.executable, "single_gpu.py", *options, "2", CUDA_VISIBLE_DEVICES="")
     assert "after epoch 1" in result.stdout and len(epochs(result)) == 1

@@ -1,6 +1,7 @@
 """Processes that die, and runs that are ended: nothing hangs, nothing is left, nothing is lost."""
 
 import contextlib
+import ctypes
 import os
 import re
 import signal
@@ -11,8 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.multiprocessing import start_processes
 
-from tests.processes import ROOT, SCRIPTS, losses, run_script, run_scripts
+from common.spawning import attached, spawning
+from tests.processes import ROOT, SCRIPTS, context, losses, run_script, run_scripts
 from tests.test_commands import EPOCH, TORCHRUN, run
 
 
@@ -48,10 +51,7 @@ def running(script, folder, ignore_sigint=False):
     if ignore_sigint:  # as a shell does for its background jobs
         command = ["bash", "-c", 'trap "" INT; exec "$@"', "bash", *command]
     with open(folder / "log", "w") as log:
-        process = subprocess.Popen(
-            command, cwd=folder, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, stdout=log, stderr=log,
-            start_new_session=True,
-        )  # fmt: skip
+        process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, start_new_session=True)
     members = {}
 
     def saved():
@@ -126,6 +126,31 @@ def test_the_children_of_a_killed_parent_end_even_where_interrupts_are_ignored(t
         assert len(workers(members, "ddp_mp_spawn.py")) == 2
         process.kill()
         assert gone(members)
+
+
+def wait_where_python_handles_no_signal(rank, path):
+    """In C, as for a GPU."""
+    path.write_text(str(os.getpid()))
+    mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
+    lock(mutex), lock(mutex)
+
+
+def spawn_one_that_waits(path):
+    with spawning():
+        start_processes(attached(wait_where_python_handles_no_signal), (path,), 1, start_method="fork")
+
+
+def test_the_child_of_a_killed_parent_ends_in_a_call_that_does_not_return_too(tmp_path):
+    parent = context.Process(target=spawn_one_that_waits, args=(tmp_path / "child",))
+    parent.start()
+    child = wait_for(lambda: (tmp_path / "child").exists() and (tmp_path / "child").read_text(), 60)
+    parent.kill()
+    parent.join()
+    try:
+        assert gone([child])
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(child), signal.SIGKILL)
 
 
 def test_children_whose_parent_is_killed_while_they_start_end_by_themselves(tmp_path):

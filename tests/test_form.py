@@ -3,12 +3,14 @@
 import ast
 import difflib
 import io
+import os
 import re
 import tokenize
 
 import pytest
+import torch
 
-from tests.processes import ROOT, SCRIPTS
+from tests.processes import ROOT, SCRIPTS, run_ranks
 
 SINGLE, SPAWN, TORCHRUN = SCRIPTS
 LINES = {SINGLE: 50, SPAWN: 66, TORCHRUN: 66}
@@ -132,6 +134,14 @@ def test_the_scripts_use_the_names_of_the_field_and_no_branches_for_ddp():
     for script in SCRIPTS:
         assert not re.search(f"{names}|{ways}", "\n".join(code(script))), script
         assert max(map(len, (ROOT / script).read_text().splitlines())) <= 120
+
+
+def visible_devices(rank):
+    return os.environ["CUDA_VISIBLE_DEVICES"], torch.cuda.is_available()
+
+
+def test_all_tests_but_those_of_gpus_run_on_the_cpu(tmp_path):
+    assert run_ranks(tmp_path, visible_devices, nproc=1) == [("", False)]
 
 
 def test_each_shared_file_is_short():

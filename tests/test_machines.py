@@ -124,7 +124,7 @@ class Machines:
     def start(self, command, machine=None, **environment):
         """Run bash's `command` on machine 0 or 1, or on neither, and return the process and the file it prints into."""
         environment |= {"PATH": f"{self.folder}:{os.environ['PATH']}", "GLOO_SOCKET_IFNAME": self.local("eth0")}
-        environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        environment |= {"OMP_NUM_THREADS": "1"}
         printed = self.folder / f"printed{len(list(self.folder.glob('printed*')))}"
         with open(printed, "w") as stdout, open(self.folder / "stderr", "a") as stderr:
             process = subprocess.Popen(

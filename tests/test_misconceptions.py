@@ -6,7 +6,6 @@ The rows that are not here have their tests in test_mechanism.py and test_exactn
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 

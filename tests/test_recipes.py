@@ -2,7 +2,6 @@
 
 import ast
 import itertools
-import os
 import re
 import shutil
 import struct
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
+from tests.conftest import GPUS, WITH_GPUS
 from tests.processes import ROOT, accuracies, batches, losses, run_ranks, run_script, run_scripts, weights
 from tests.test_commands import EPOCH, TORCHRUN
 from tests.test_mechanism import flat, gradients, model_and_batch
@@ -424,14 +424,13 @@ def test_sync_batch_norm_replaces_each_batch_norm_keeps_the_keys_and_is_refused_
     assert isinstance(converted[0], torch.nn.SyncBatchNorm) and list(converted.state_dict()) == list(layer.state_dict())
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
+@pytest.mark.skipif(GPUS < 2, reason="fewer than two GPUs")
 def test_with_sync_batch_norm_two_gpus_reach_what_one_reaches(tmp_path):
     path = cooked(tmp_path, "BatchNorm", (BUILT, BATCH_NORM))
     found = []
     for nproc in 1, 2:
         command = [*TORCHRUN[:4], f"--nproc_per_node={nproc}", str(path), "--epochs", "1"]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True)
+        result = subprocess.run(command, env=WITH_GPUS, capture_output=True, text=True, timeout=300, check=True)
         [(loss, _)] = re.findall(EPOCH, result.stdout)
         found.append(float(loss))
     assert found[1] == pytest.approx(found[0], rel=1e-3)  # float32; without the recipe 7e-3

@@ -302,6 +302,14 @@ def test_more_processes_than_gpus_are_refused(two_gpus, capsys):
     assert capsys.readouterr() == ("", f"3 processes need as many GPUs, this machine shows 2; {way_out}\n")
 
 
+def test_gpus_that_cuda_cannot_use_start_no_processes(two_gpus, monkeypatch):
+    """Too new for the driver, they are counted all the same."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    for usable, nproc in (True, 8), (False, 2):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: usable)
+        assert parse_args([], world_size=None).world_size == nproc
+
+
 def test_more_processes_than_the_gpus_of_one_machine_may_run_on_two(two_gpus):
     assert parse_args([], world_size=4, local_world_size=2).world_size == 4
 

@@ -31,7 +31,7 @@ from common.data import ImageSet
 from common.errors import refuse
 from common.model import build_model
 from common.options import parse_args
-from common.spawning import spawning
+from common.spawning import attached, spawning
 
 PARTS = ["forward", "backward", "optimizer"]
 WAIT = 2  # steps before the one in which the profiler warms up; the first lays the buckets out anew
@@ -222,7 +222,8 @@ def parse(argv):
     speaks = SimpleNamespace(speaks=True)
     parser.error = lambda message: refuse(speaks, f"{message}; --help shows the options")
     parser.add_argument("--model", choices=["cnn", "resnet18"], default="resnet18", help="network (default: resnet18)")
-    parser.add_argument("--nproc", default=max(2, torch.cuda.device_count()), help="processes (default: GPUs, else 2)")
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    parser.add_argument("--nproc", default=max(2, gpus), help="processes (default: GPUs, at least 2)")
     parser.add_argument("--batch-size", default=48, help="images a step, all processes together (default: 48)")
     parser.add_argument("--bucket-cap-mb", type=float, help="size of a bucket in MiB (default: a sixth of the model)")
     parser.add_argument("--chrome", type=Path, metavar="DIR", help="write a trace a rank here, for ui.perfetto.dev")
@@ -263,7 +264,7 @@ def main(argv=None):
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler would write of its progress to stderr
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with spawning():
-        mp.spawn(process, args=(args, store.port), nprocs=args.world_size)
+        mp.spawn(attached(process), args=(args, store.port), nprocs=args.world_size)
     ranks = [json.loads(store.get(f"rank {rank}")) for rank in range(args.world_size)]
     ranks = on_one_axis(ranks)
     where, sizes = "GPU" if torch.cuda.is_available() else "CPU", [f"{size:#.3g}" for size in ranks[0]["buckets"]]
