@@ -8,12 +8,14 @@ import itertools
 import multiprocessing
 import multiprocessing.connection
 import os
+import signal
 from multiprocessing import forkserver
 
 import torch
 
 WORKERS = 3  # keep two cores busy
 os.environ["OMP_WAIT_POLICY"] = "passive"  # a thread that waits for others leaves its core to another run
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 os.environ.pop("PYTHONUNBUFFERED", None)  # or a line that was not flushed would be seen at once all the same
 GPUS = torch.cuda.device_count()
 # For the tests of GPUs, in which float32 is not rounded to TF32. All others run on the CPU, over gloo.

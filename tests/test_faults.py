@@ -47,7 +47,6 @@ def running(script, folder, ignore_sigint=False):
     """Two processes, for many epochs; yields the run, and a call that waits for its first save and returns all pids."""
     launch = [sys.executable] if script == "ddp_mp_spawn.py" else TORCHRUN[:-1]
     command = [*launch, str(ROOT / script), "--epochs", "1000", "--checkpoint", "model.pt"]
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # where the tests were started with it ignored
     if ignore_sigint:  # as a shell does for its background jobs
         command = ["bash", "-c", 'trap "" INT; exec "$@"', "bash", *command]
     with open(folder / "log", "w") as log:
