@@ -210,13 +210,14 @@ def test_a_path_that_cannot_be_written_is_refused_before_the_first_step(tmp_path
         os.chmod(tmp_path / "unreadable.pt", 0)
         shutil.move(tmp_path / "unreadable.pt", open_to_all)
         for path in f"{locked}/model.pt", tmp_path / "model.pt", f"{open_to_all}/unreadable.pt":
-            process = context.Process(target=parse_as_nobody, args=(str(path),))
+            process = context.Process(target=parse_as_nobody, args=(str(path), tmp_path / "said"))
             process.start()
             process.join(60)
-            assert process.exitcode == 2
+            assert process.exitcode == 2 and (tmp_path / "said").read_text().count("\n") == 1
 
 
-def parse_as_nobody(path):
+def parse_as_nobody(path, stderr):
+    sys.stderr = open(stderr, "w")
     if os.geteuid() == 0:  # who may write everywhere
         os.setuid(65534)
     parse_args(["--checkpoint", path])
