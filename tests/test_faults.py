@@ -142,14 +142,17 @@ def spawn_one_that_waits(path):
 def test_the_child_of_a_killed_parent_ends_in_a_call_that_does_not_return_too(tmp_path):
     parent = context.Process(target=spawn_one_that_waits, args=(tmp_path / "child",))
     parent.start()
-    child = wait_for(lambda: (tmp_path / "child").exists() and (tmp_path / "child").read_text(), 60)
-    parent.kill()
-    parent.join()
+    try:
+        assert wait_for(lambda: (tmp_path / "child").exists() and (tmp_path / "child").read_text(), 60)
+    finally:
+        parent.kill()
+        parent.join()
+    child = int((tmp_path / "child").read_text())
     try:
         assert gone([child])
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(int(child), signal.SIGKILL)
+            os.kill(child, signal.SIGKILL)
 
 
 def test_children_whose_parent_is_killed_while_they_start_end_by_themselves(tmp_path):
