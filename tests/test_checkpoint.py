@@ -325,11 +325,15 @@ def test_a_disk_without_any_room_is_named_too(tmp_path, monkeypatch, capsys):
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("elsewhere")])
+HALF_A_FILE, A_PIPE, A_LINK = lambda path: path.write_bytes(b"PK"), os.mkfifo, lambda path: path.symlink_to("elsewhere")
+
+
+@pytest.mark.parametrize("make", [HALF_A_FILE, A_PIPE, A_LINK])
 def test_whatever_bears_the_name_of_the_new_file_is_replaced_and_not_written_into(make, tmp_path):
-    """Which would wait for a reader of a pipe, and overwrite what a link points to."""
+    """As a killed run left it; a pipe would be waited for, and what a link points to be overwritten."""
     make(tmp_path / ".model.pt.tmp")
     save_checkpoint(*parts(tmp_path / "model.pt"), epoch=0)
+    assert torch.load(tmp_path / "model.pt", weights_only=True)["epoch"] == 1
     assert [path.name for path in tmp_path.iterdir() if path.is_file() and not path.is_symlink()] == ["model.pt"]
 
 

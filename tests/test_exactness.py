@@ -113,10 +113,12 @@ def test_a_run_that_stops_and_goes_on_ends_with_the_bits_of_one_that_did_not(who
         assert torch.equal(parts[-1].saved["model"][name], weight)
 
 
-def test_one_checkpoint_serves_all_scripts_whatever_the_number_of_processes(single, tmp_path):
-    stages = [("ddp_torchrun.py", 4), ("single_gpu.py", 1), ("ddp_mp_spawn.py", 3)]
-    parts = [run(tmp_path, *stage, epochs) for epochs, stage in enumerate(stages, 1)]
-    assert [len(losses(part)) for part in parts] == [1] * EPOCHS
-    assert [loss for part in parts for loss in losses(part)] == pytest.approx(losses(single), rel=1e-9)
+def test_one_checkpoint_serves_all_scripts_whatever_the_number_of_processes(tmp_path):
+    (tmp_path / "whole").mkdir(), (tmp_path / "parts").mkdir()
+    whole = run(tmp_path / "whole", "single_gpu.py", epochs=4, options=FAST)
+    stages = [("ddp_torchrun.py", 4), ("ddp_torchrun.py", 2), ("single_gpu.py", 1), ("ddp_mp_spawn.py", 3)]
+    parts = [run(tmp_path / "parts", *stage, epochs, options=FAST) for epochs, stage in enumerate(stages, 1)]
+    assert [len(losses(part)) for part in parts] == [1, 1, 1, 1]
+    assert [loss for part in parts for loss in losses(part)] == pytest.approx(losses(whole), rel=1e-9)
     for finished, part in enumerate(parts[1:], 1):
-        assert f"going on from {tmp_path}/model.pt after epoch {finished}\n" in part.stdout
+        assert f"going on from {tmp_path}/parts/model.pt after epoch {finished}\n" in part.stdout
