@@ -1,5 +1,6 @@
-"""The models: no layer looks across the batch (GroupNorm, not BatchNorm), none draws random numbers (no dropout)."""
+"""The models, which look across no batch (GroupNorm, not BatchNorm) and draw no random numbers (no dropout)."""
 
+import torch
 import torch.nn as nn
 
 
@@ -10,17 +11,16 @@ class Scale(nn.Module):
         return images / 255
 
 
-def build_model(args, train_set, classes=10):
-    """Build the model that the options name, for images of train_set's size.
-
-    Returns:
-        nn.Module: from uint8 images (batch, channels, height, width) to logits (batch, classes).
-    """
+def build_model(name, train_set, classes=10):
+    """Build cnn or resnet18: images like those of train_set (batch, channels, height, width) to (batch, classes)."""
     channels = train_set[0][0].shape[0]
-    return {"cnn": _cnn, "resnet18": _resnet18}[args.model](channels, classes)
+    if name == "resnet18":
+        from torchvision.models import resnet18
 
-
-def _cnn(channels, classes):
+        model = resnet18(num_classes=classes, norm_layer=lambda width: nn.GroupNorm(32, width))
+        model.conv1 = nn.Sequential(Scale(), nn.Conv2d(channels, 64, 3, padding=1, bias=False))  # for small images
+        model.maxpool = nn.Identity()
+        return model
     return nn.Sequential(
         Scale(),
         nn.Conv2d(channels, 32, 3, padding=1), nn.GroupNorm(8, 32), nn.ReLU(),
@@ -30,11 +30,16 @@ def _cnn(channels, classes):
     )  # fmt: skip
 
 
-def _resnet18(channels, classes):
-    """torchvision's ResNet-18 with GroupNorm, and for small images a 3x3 stem that keeps their size."""
-    from torchvision.models import resnet18
-
-    model = resnet18(num_classes=classes, norm_layer=lambda width: nn.GroupNorm(32, width))
-    model.conv1 = nn.Sequential(Scale(), nn.Conv2d(channels, 64, 3, padding=1, bias=False))
-    model.maxpool = nn.Identity()
-    return model
+@torch.no_grad()
+def count_correct(model, test_loader, device):
+    """Return float64 (2,) on device: the test images that the model, in eval mode, labels right, and all of them."""
+    counts = torch.zeros(2, dtype=torch.float64, device=device)
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    for images, labels in test_loader:
+        images, labels = images.to(device), labels.to(device)
+        counts[0] += (model(images).argmax(1) == labels).sum()
+        counts[1] += len(labels)
+    for module in training:  # what was frozen stays so
+        module.training = True
+    return counts

@@ -1,78 +1,78 @@
-"""What a run prints: a line at the start, and a line an epoch; and what ends a run that cannot go on."""
+"""What a run prints: a line at the start, a line an epoch, and the one line of an error that a person caused."""
 
 import os
 import sys
+import time
 
 import torch
 
-from common.errors import refuse
+rank, world_size = 0, 1  # of this process, unless its launcher's module sets them; rank 0 alone prints
+SECONDS_FOR_RANK_0 = 10  # to print an error that all ranks meet, and to end the run
 
 
-def describe(args, first_epoch, device, model, train_set, test_set):
-    """Print what is trained on what, and from where it goes on, if args.speaks.
+def report_start(device, batch_size, train_set, test_set, model):
+    """Print what is trained on what; exit if the global batch is larger than the training set."""
+    if batch_size > len(train_set):
+        exit_with_error(f"--batch-size {batch_size} exceeds the {len(train_set)} training images; use a smaller one")
+    cpu = f"CPU (threads each: {torch.get_num_threads()})"
+    where = torch.cuda.get_device_name() if device.type == "cuda" else cpu
+    print_line(
+        f"{world_size} process{'es' * (world_size > 1)} on {where}; "
+        f"{len(train_set):,} training and {len(test_set):,} test images; global batch {batch_size}; "
+        f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters"
+    )
 
-    Args:
-        first_epoch (int): epochs that are already finished.
-    Raises:
-        SystemExit: the batch is larger than the training set.
-    """
-    if args.batch_size > len(train_set):
-        images = f"the {len(train_set)} training images"
-        refuse(args, f"--batch-size {args.batch_size} is more than {images}; use a smaller one")
-    if not args.speaks:
+
+def show_progress(loader, epoch, epochs):
+    """Yield the batches of an epoch (counted from 0); on a terminal rewrite one line, at most twice a second."""
+    if rank != 0 or not sys.stdout or not sys.stdout.isatty():
+        yield from loader
         return
-    threads = torch.get_num_threads()
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU with {_count(threads, 'thread')}"
-    say(
-        f"{_count(args.world_size, 'process', 'processes')} on {where}{' each' if args.world_size > 1 else ''}; "
-        f"{args.dataset}: {len(train_set):,} training and {len(test_set):,} test images; "
-        f"global batch {args.batch_size}; {args.model}: {sum(p.numel() for p in model.parameters()):,} parameters"
-    )
-    if first_epoch >= args.epochs:
-        say(f"{args.checkpoint} has {first_epoch} epochs already; --epochs says how many in all")
-    elif first_epoch:
-        say(f"going on from {args.checkpoint} after epoch {first_epoch}")
+    images, start, shown = 0, time.perf_counter(), time.perf_counter()
+    for step, batch in enumerate(loader, 1):
+        yield batch
+        images += len(batch[1]) * world_size
+        seconds = time.perf_counter() - start
+        if start + seconds - shown >= 0.5:
+            shown = start + seconds
+            eta = (len(loader) * (epochs - epoch) - step) * seconds / step
+            name = f"epoch {epoch + 1:{len(str(epochs))}}/{epochs}"
+            done = f"{step / len(loader):4.0%}  {images / seconds:,.0f} images/s  eta {eta:.0f} s"
+            print_line(f"\x1b[K{name}  {done}", end="\r")  # the line of the epoch is longer
 
 
-def check_metrics(args, epoch, metrics):
-    """End the run, before it is saved, if the loss is not finite or the processes are not in the same epoch.
+def check_loss(totals, epoch, lr):
+    """Exit, before anything is saved, if the sum of the losses, totals[0], is not finite."""
+    if not totals[0].isfinite():
+        exit_with_error(f"the loss of epoch {epoch + 1} is {totals[0].item()}; try an --lr below {lr:g}")
 
-    Args:
-        epoch (int): counted from 0.
-        metrics (Tensor): as for report().
-    Raises:
-        SystemExit: one of the two.
+
+def report_epoch(totals, epoch, epochs, seconds):
+    """Print the line of an epoch (counted from 0), which took so many seconds with its evaluation.
+
+    totals: float64 (4,), sums over all processes: training losses, training images, correct test images, test images.
     """
-    if metrics[4] != epoch * args.world_size:
-        refuse(args, f"the processes go on from different epochs; all machines must share the file {args.checkpoint}")
-    if not metrics[0].isfinite():
-        refuse(args, f"the loss of epoch {epoch + 1} is {metrics[0].item()}; try an --lr below {args.lr:g}")
-
-
-def report(args, epoch, metrics, seconds):
-    """Print the line of an epoch.
-
-    Args:
-        epoch (int): counted from 0.
-        metrics (Tensor): float64 (5,), each a sum over all processes: losses, training images, correct test images,
-            test images, epoch.
-        seconds (float): what the epoch took, training and evaluation; images/s are training images in that time.
-    """
-    loss_sum, images, correct, tested, _ = metrics.tolist()
-    say(
-        f"epoch {epoch + 1:{len(str(args.epochs))}}/{args.epochs}  loss {loss_sum / images:.6f}  "
+    loss_sum, images, correct, tested = totals.tolist()
+    print_line(
+        f"epoch {epoch + 1:{len(str(epochs))}}/{epochs}  loss {loss_sum / images:.6f}  "
         f"test accuracy {correct / tested:.2%}  {images / seconds:,.0f} images/s  "
-        f"eta {(args.epochs - epoch - 1) * seconds:.0f} s"
+        f"eta {(epochs - epoch - 1) * seconds:.0f} s"
     )
 
 
-def say(line):
-    """Print a line at once; train on in silence if nobody reads any longer, as behind `| head`, or the disk is full."""
+def print_line(line, end="\n"):
+    """Print a line at once, if this is rank 0; go on if stdout lacks a letter, a reader (`| head`) or disk space."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     try:
-        print(line, flush=True)
+        if rank == 0:
+            print(line.encode(encoding, "backslashreplace").decode(encoding), end=end, flush=True)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _count(number, one, many=None):
-    return f"{number} {one if number == 1 else many or one + 's'}"
+def exit_with_error(message):
+    """Print the fact and the way out, one line on stderr from one process, and raise SystemExit(2)."""
+    if rank != 0:
+        time.sleep(SECONDS_FOR_RANK_0)  # and is ended meanwhile by what started it
+    print(" ".join(message.split()), file=sys.stderr, flush=True)
+    raise SystemExit(2)
