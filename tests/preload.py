@@ -7,4 +7,5 @@ import torch.nn.parallel  # noqa: F401
 import torch.profiler  # noqa: F401
 import torch.utils.data  # noqa: F401
 
+import common.checkpoint  # noqa: F401
 import common.options  # noqa: F401

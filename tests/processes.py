@@ -1,8 +1,9 @@
-"""Run the shipped scripts, or a function, in real processes over gloo, started fast: a fork server has torch loaded.
+"""The one place where tests and tools start processes: a shipped script, a function on N ranks, or any command.
 
-`run_script` does what torchrun does: it hosts the store, sets the variables, and ends all processes when one fails.
-Each process writes down what it saw (Run.seen), and nothing that a script does is replaced, but for mp.spawn, which
-forks its children where it would start them anew, and in float64 for the loader, which makes floating images float64.
+Scripts and functions start in milliseconds, from a fork server that has torch loaded. `run_script` does what torchrun
+does: it hosts the store, sets the variables, and ends all processes when one fails. Each process writes down what it saw
+(Run.seen), and nothing that a script does is replaced, but for mp.spawn, which forks its children where it would start
+them anew, and in float64 for the loader, which makes floating images float64.
 """
 
 import contextlib
@@ -14,10 +15,13 @@ import json
 import multiprocessing
 import multiprocessing.connection
 import os
+import re
 import signal
+import subprocess
 import sys
 import time
 import traceback
+import uuid
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,10 +32,76 @@ from torch.utils.data import DataLoader
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ["single_gpu.py", "ddp_mp_spawn.py", "ddp_torchrun.py"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+EPOCH = r"epoch +\d+/\d+  loss (\d\.\d{6})  test accuracy (\d\d\.\d\d%)  [\d,]+ images/s  eta \d+ s"
 SECONDS = 120  # no run of a test takes a tenth of this
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["tests.preload"])
+
+
+# Commands, as a person types them
+
+
+@contextlib.contextmanager
+def started(*command, environment=None, **popen):
+    """Start a command, and end it in the end, with all processes that it has started.
+
+    Args:
+        environment (dict): variables to add.
+        popen: for subprocess.Popen; what is printed is piped unless stdout and stderr say otherwise.
+    Yields:
+        subprocess.Popen: with `family`, a call that returns its living processes: {pid: command line}.
+    """
+    mark = uuid.uuid4().hex
+    environment = {**os.environ, **(environment or {}), "STARTED_BY_TEST": mark}
+    pipes = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([*map(str, command)], env=environment, start_new_session=True, **pipes | popen)
+    process.family = lambda: _marked(mark)
+    try:
+        yield process
+    finally:
+        while living := process.family():  # one that is about to start another included
+            for pid in living:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.1)
+        process.communicate()
+
+
+def _marked(mark):
+    """The living processes that have inherited a mark, whoever is their parent by now."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in (folder / "environ").read_bytes() and ") Z " not in (folder / "stat").read_text():
+                found[int(folder.name)] = (folder / "cmdline").read_bytes().decode().replace("\0", " ")
+    return found
+
+
+def run_command(*command, text=None, seconds=SECONDS, **how):
+    """Run a command to its end, see started().
+
+    Args:
+        text (str): what it reads from standard input.
+    Returns:
+        subprocess.CompletedProcess
+    """
+    with started(*command, stdin=subprocess.PIPE if text else subprocess.DEVNULL, **how) as process:
+        stdout, stderr = process.communicate(text, timeout=seconds)
+        return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+def wait_for(condition, seconds=SECONDS):
+    """The first true value of condition(), or what it is after so many seconds."""
+    end = time.monotonic() + seconds
+    while not (value := condition()) and time.monotonic() < end:
+        time.sleep(0.02)
+    return value
+
+
+# Scripts and functions, from the fork server
 
 
 def run_script(folder, script, *argv, nproc=1, float64=False, environment=None, seconds=SECONDS):
@@ -58,18 +128,17 @@ def run_scripts(commands, nproc=1, float64=False, environment=None, seconds=SECO
     with contextlib.ExitStack() as stores:
         runs = []
         for folder, script, *argv in commands:
-            path, argv, numbers = ROOT / script, [str(word) for word in argv], [{}]
+            path, argv, variables = ROOT / script, [str(word) for word in argv], [{}]
             folder = Path(folder) / f"run{len(list(Path(folder).glob('run*')))}"
             folder.mkdir()
             if "spawn" in path.name:
                 argv += ["--nproc", str(nproc)]
             elif "torchrun" in path.name:
                 port = stores.enter_context(_store())
-                numbers = [{**torchrun_numbers(rank, nproc), "MASTER_PORT": str(port)} for rank in range(nproc)]
-            arguments = [(path, argv, variables | (environment or {}), float64, folder) for variables in numbers]
+                variables = [torchrun_variables(rank, nproc, port) for rank in range(nproc)]
+            arguments = [(path, argv, each | (environment or {}), float64, folder) for each in variables]
             runs.append((folder, [context.Process(target=_script, args=each) for each in arguments]))
-        all_processes = [process for _, processes in runs for process in processes]
-        with _started(all_processes):
+        with _started([process for _, processes in runs for process in processes]):
             return [_result(folder, nproc, _wait(processes, seconds, folder / "stderr")) for folder, processes in runs]
 
 
@@ -98,27 +167,33 @@ def run_ranks(folder, function, *args, nproc=2, seconds=SECONDS):
     return [torch.load(Path(folder) / f"result{rank}.pt", weights_only=True) for rank in range(nproc)]
 
 
-def torchrun_numbers(rank, nproc):
-    """The variables that torchrun gives to process `rank` of nproc on one machine, but for the port."""
+def torchrun_variables(rank, nproc, port):
+    """The variables that torchrun gives to process `rank` of nproc on one machine."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(nproc),
         "LOCAL_WORLD_SIZE": str(nproc),
         "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
 
 
+def totals(run):
+    """Rank 0's sums of losses, training images, correct test images and test images, an epoch each."""
+    return [record["totals"] for record in run.seen[0] if record["what"] == "report"]
+
+
 def losses(run):
     """The mean training loss of each epoch, as rank 0 was about to print it."""
-    return [record["metrics"][0] / record["metrics"][1] for record in run.seen[0] if record["what"] == "report"]
+    return [loss_sum / images for loss_sum, images, _, _ in totals(run)]
 
 
 def accuracies(run):
     """The test accuracy of each epoch, as rank 0 was about to print it."""
-    return [record["metrics"][2] / record["metrics"][3] for record in run.seen[0] if record["what"] == "report"]
+    return [correct / tested for _, _, correct, tested in totals(run)]
 
 
 def weights(run):
@@ -140,6 +215,11 @@ def edited(folder, script, *edits):
     path = Path(folder) / script
     path.write_text(source)
     return path
+
+
+def epochs_printed(text):
+    """(loss, test accuracy) of each epoch in what a run has printed."""
+    return [(float(loss), float(accuracy[:-1])) for loss, accuracy in re.findall(EPOCH, text)]
 
 
 @contextlib.contextmanager
@@ -215,8 +295,6 @@ def _script(path, argv, environment, float64, folder):
     os.environ.update(environment)
     if float64:
         torch.set_default_dtype(torch.float64)
-    if "torchrun" not in path.name:
-        torch.set_num_threads(1)  # a process whose OpenMP threads run cannot be forked, and other runs need the cores
     torch.multiprocessing.spawn = _fork
     spec = importlib.util.spec_from_file_location(path.stem, path)
     script = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
@@ -240,7 +318,9 @@ class _InDouble(DataLoader):
 def _take_notes(script, folder):
     from common.data import ImageSet
 
-    train, count_correct, report, gather = script.train, script.count_correct, script.report, ImageSet.__getitems__
+    train, count_correct, report_epoch, gather = (
+        script.train, script.count_correct, script.report_epoch, ImageSet.__getitems__
+    )  # fmt: skip
     training = []  # the length of the training set tells its batches from those of the test set
 
     def noted_train(*args):
@@ -255,9 +335,9 @@ def _take_notes(script, folder):
         _note(folder, what="epoch", weights=hashlib.sha256(parameters).hexdigest())
         return count_correct(model, loader, device)
 
-    def noted_report(args, epoch, metrics, seconds):
-        _note(folder, what="report", epoch=epoch, metrics=metrics.tolist())
-        report(args, epoch, metrics, seconds)
+    def noted_report(totals, *args):
+        _note(folder, what="report", totals=totals.tolist())
+        report_epoch(totals, *args)
 
     def noted_gather(self, indices):
         training.append(len(self))
@@ -265,7 +345,7 @@ def _take_notes(script, folder):
             _note(folder, what="batch", indices=indices)
         return gather(self, indices)
 
-    script.count_correct, script.report, ImageSet.__getitems__ = noted_count, noted_report, noted_gather
+    script.count_correct, script.report_epoch, ImageSet.__getitems__ = noted_count, noted_report, noted_gather
     script.train = functools.wraps(train)(noted_train)
 
 

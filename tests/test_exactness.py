@@ -5,7 +5,6 @@ import torch
 
 from common.data import load_data
 from common.model import build_model
-from common.options import parse_args
 from tests.processes import accuracies, losses, run_script, weights
 
 RUNS = [(script, nproc) for script in ("ddp_mp_spawn.py", "ddp_torchrun.py") for nproc in (1, 2, 3, 4)]
@@ -67,13 +66,12 @@ def test_the_default_run_reaches_98_percent_close_to_the_curve_of_one_device(def
 
 
 def test_the_saved_model_in_a_plain_process_has_the_accuracy_that_was_printed(default_on_more, default):
-    args = parse_args([])
-    train_set, test_set = load_data(args)
-    model = build_model(args, train_set)
+    train_set, test_set = load_data("digits", None)
+    model = build_model("cnn", train_set)
     for result in default, default_on_more:
         model.load_state_dict(result.saved["model"])
         with torch.no_grad():
-            correct = (model(test_set.images).argmax(1) == test_set.labels).sum().item()
+            correct = (model(test_set[:][0]).argmax(1) == test_set[:][1]).sum().item()
         assert accuracies(result)[-1] == correct / 360
         assert f"test accuracy {correct / 360:.2%}" in result.stdout.splitlines()[-2]
 
@@ -121,4 +119,4 @@ def test_one_checkpoint_serves_all_scripts_whatever_the_number_of_processes(tmp_
     assert [len(losses(part)) for part in parts] == [1, 1, 1, 1]
     assert [loss for part in parts for loss in losses(part)] == pytest.approx(losses(whole), rel=1e-9)
     for finished, part in enumerate(parts[1:], 1):
-        assert f"going on from {tmp_path}/parts/model.pt after epoch {finished}\n" in part.stdout
+        assert f"resuming from {tmp_path}/parts/model.pt after epoch {finished} of " in part.stdout
