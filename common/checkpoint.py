@@ -27,6 +27,7 @@ def load_checkpoint(path, options, *, model, optimizer, **others):
     """
     if path is None:
         return 0
+    objects, problem = _by_name(model, optimizer, others), "is damaged or not a checkpoint of these scripts"
     received = [_lock_and_read(path, model) if report.rank == 0 else None]
     broadcast_object_list(received)
     [data] = received
@@ -34,7 +35,6 @@ def load_checkpoint(path, options, *, model, optimizer, **others):
         return 0
     if isinstance(data, str):
         exit_with_error(data)
-    objects, problem = _by_name(model, optimizer, others), "is damaged or not a checkpoint of these scripts"
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:  # torch.load does not compare the checksums in it
             if damaged := archive.testzip():
