@@ -16,14 +16,14 @@ from common import report
 from common.report import exit_with_error, print_line
 
 SETTINGS = ("dataset", "model", "batch_size", "lr", "seed")  # a change of these would silently train something else
+_locked = {}  # what unlocks each file
 broadcast_object_list = list  # to nobody; in a group of processes its launcher's module puts PyTorch's function here
 
 
 def load_checkpoint(path, options, *, model, optimizer, **others):
     """Load a checkpoint, if the file exists, and return its number of finished epochs, or else 0.
 
-    Rank 0 reads the file for all, and locks it as long as the model exists. What is named, such as scheduler=scheduler,
-    gets its state_dict. Exits if the file is damaged, does not fit, or is another run's.
+    Rank 0 reads it for all, and locks it while the model exists. What is named (scheduler=scheduler) gets its own.
     """
     if path is None:
         return 0
@@ -56,7 +56,8 @@ def load_checkpoint(path, options, *, model, optimizer, **others):
     except Exception as error:
         reason = textwrap.shorten(f"{type(error).__name__}: {error}", 200, placeholder=" …")
         exit_with_error(f"{path} {problem} ({reason}); move it away, or use another --checkpoint")
-    print_line(f"resuming from {path} after epoch {epoch} of {options['epochs']} (--epochs)")
+    if report.rank == 0:
+        print_line(f"resuming from {path} after epoch {epoch} of {options['epochs']} (--epochs)")
     return epoch
 
 
@@ -81,8 +82,7 @@ def save_checkpoint(path, options, epoch, *, model, optimizer, **others):
         except OSError as error:
             exit_with_error(f"epoch {epoch + 1} cannot be saved in {path} ({error}); it is as it was before")
         finally:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
+            temporary.unlink(missing_ok=True)
     if epoch + 1 == options["epochs"]:
         print_line(f"saved in {path}" if path else "not saved; --checkpoint PATH saves the model")
 
@@ -101,10 +101,11 @@ def _lock_and_read(path, model):
         return f"--checkpoint {path} has no folder; make it first, or name another"
     if os.path.exists(target) and not target.is_file():
         return f"--checkpoint {path} is a folder, a device or a pipe; name a file"
+    _locked.pop(target, bool)()  # by a run before in this process, whose model a traceback may keep
     lock = FileLock(target.with_name(f".{target.name}.lock"), timeout=5)
     try:
         lock.acquire()
-        weakref.finalize(model, _unlock, lock)
+        _locked[target] = weakref.finalize(model, _unlock, lock)
         return target.read_bytes() if target.exists() else None
     except Timeout:
         return f"another run is writing {path}; wait for it, end it, or use another --checkpoint"

@@ -35,7 +35,6 @@ def parse_args(argv=None, local_world_size=1):
     parser.error = lambda message: exit_with_error(f"{message}; --help shows the options")
     parser.print_help = parser.print_help if report.rank == 0 else lambda: None
     args = parser.parse_args(argv)
-
     if "TORCHELASTIC_RUN_ID" in os.environ and os.environ["WORLD_SIZE"] != str(report.world_size):
         report.rank = int(os.environ["RANK"])
         way_out = "give it ddp_torchrun.py, or start this script with python"

@@ -6,7 +6,7 @@ import time
 
 import torch
 
-rank, world_size = 0, 1  # of this process, unless its launcher's module sets them; rank 0 alone prints
+rank, world_size = 0, 1  # of this process, unless its launcher's module sets them
 SECONDS_FOR_RANK_0 = 10  # to print an error that all ranks meet, and to end the run
 
 
@@ -16,11 +16,12 @@ def report_start(device, batch_size, train_set, test_set, model):
         exit_with_error(f"--batch-size {batch_size} exceeds the {len(train_set)} training images; use a smaller one")
     cpu = f"CPU (threads each: {torch.get_num_threads()})"
     where = torch.cuda.get_device_name() if device.type == "cuda" else cpu
-    print_line(
-        f"{world_size} process{'es' * (world_size > 1)} on {where}; "
-        f"{len(train_set):,} training and {len(test_set):,} test images; global batch {batch_size}; "
-        f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters"
-    )
+    if rank == 0:
+        print_line(
+            f"{world_size} process{'es' * (world_size > 1)} on {where}; "
+            f"{len(train_set):,} training and {len(test_set):,} test images; global batch {batch_size}; "
+            f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters"
+        )
 
 
 def show_progress(loader, epoch, epochs):
@@ -61,11 +62,10 @@ def report_epoch(totals, epoch, epochs, seconds):
 
 
 def print_line(line, end="\n"):
-    """Print a line at once, if this is rank 0; go on if stdout lacks a letter, a reader (`| head`) or disk space."""
+    """Print a line at once, and train on if stdout lacks a letter of it, a reader (`| head`), or space on its disk."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     try:
-        if rank == 0:
-            print(line.encode(encoding, "backslashreplace").decode(encoding), end=end, flush=True)
+        print(line.encode(encoding, "backslashreplace").decode(encoding), end=end, flush=True)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

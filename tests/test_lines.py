@@ -2,14 +2,16 @@
 
 import itertools
 import os
+import signal
 import socket
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from tests.processes import ROOT, batches, edited, losses, run_script, run_scripts, weights
+from tests.processes import ROOT, batches, edited, losses, run_script, run_scripts, started, totals, wait_for, weights
 
 SAMPLER = "DistributedSampler(train_set, seed=args.seed, drop_last=True)"
 SET_EPOCH = "        sampler.set_epoch(epoch)\n"
@@ -32,23 +34,14 @@ def shipped(tmp_path_factory):
     return runs
 
 
-def metrics(result):
-    """Rank 0's sum of losses, training images, correct test images and test images, an epoch each."""
-    return [record["metrics"] for record in result.seen[0] if record["what"] == "report"]
+# The launchers' modules
 
 
-# Without its own device and threads a process would use GPU 0, and on the CPU one core (torchrun) or all (spawn).
-
-
-def test_each_process_takes_its_share_of_the_cores(tmp_path, shipped):
+def test_each_process_takes_its_share_of_the_cores(shipped):
     cores = len(os.sched_getaffinity(0))
-    without = run(tmp_path, ("    torch.set_num_threads(args.threads)\n", ""))
-    for result, threads in (shipped["ddp_torchrun.py"], max(1, cores // 2)), (without, cores):
+    for result in shipped.values():
         seen = [record["threads"] for rank in result.seen for record in rank if record["what"] == "threads"]
-        assert seen == [threads] * 2
-
-
-# Without a port that is already open two runs that start together could choose the same one.
+        assert seen == [max(1, cores // 2)] * 2
 
 
 def test_twenty_runs_can_start_at_the_same_moment(tmp_path):
@@ -66,18 +59,48 @@ def test_variables_left_over_from_another_launcher_do_not_disturb_a_run(tmp_path
     assert losses(first) == losses(second) != []
 
 
-def test_with_a_fixed_port_a_second_run_cannot_start(tmp_path):
-    with socket.socket() as other_run:
-        other_run.bind(("127.0.0.1", 0))
-        other_run.listen()
-        fixed = ('"127.0.0.1", 0,', f'"127.0.0.1", {other_run.getsockname()[1]},')
-        result = run(tmp_path, fixed, script="ddp_mp_spawn.py")
-    assert result.status == 1 and "EADDRINUSE" in result.stderr
+# Without this an interrupt of this process alone would leave its children training.
+
+
+def test_without_end_together_the_children_of_an_interrupted_parent_train_on(tmp_path):
+    (tmp_path / "common").symlink_to(ROOT / "common")
+    address = 'os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free()))'
+    alone = edited(
+        tmp_path,
+        "ddp_mp_spawn.py",
+        ("@end_together\n", ""),
+        ("import time\n", FREE_PORT),
+        ("    mp.spawn(", f"    {address}\n    mp.spawn("),
+    )
+    for script, all_end in ("ddp_mp_spawn.py", True), (alone, False):
+        checkpoint = tmp_path / f"{all_end}.pt"
+        with started(
+            sys.executable, script, "--epochs", 1000, "--batch-size", 720, "--checkpoint", checkpoint
+        ) as process:
+            assert wait_for(checkpoint.exists)
+            os.kill(process.pid, signal.SIGINT)
+            if all_end:
+                assert wait_for(lambda: not process.family(), 20)
+            else:
+                before = checkpoint.stat().st_mtime_ns
+                assert wait_for(lambda: checkpoint.stat().st_mtime_ns != before, 20), "they train on"
+
+
+FREE_PORT = """import os, socket, time
+def free():
+    with socket.socket() as port:
+        port.bind(("127.0.0.1", 0))
+        return port.getsockname()[1]
+"""
 
 
 def test_what_a_child_refuses_ends_the_parent_with_the_same_line_and_status(tmp_path):
-    guard = ("    with spawning():\n        mp.spawn", "    mp.spawn")
-    for edits, status, lines in ([], 2, 1), ([guard], 1, 10):
+    guard = [
+        ("@end_together\n", ""),
+        ("import time\n", FREE_PORT),
+        ("    mp.spawn(", '    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free()))\n    mp.spawn('),
+    ]
+    for edits, status, lines in ([], 2, 1), (guard, 1, 10):
         result = run(tmp_path, *edits, script="ddp_mp_spawn.py", options=["--batch-size", 1438])
         assert result.status == status and len(result.stderr.splitlines()) >= lines
         assert ("Traceback" in result.stderr) == bool(edits)
@@ -87,27 +110,17 @@ def test_what_a_child_refuses_ends_the_parent_with_the_same_line_and_status(tmp_
 
 
 @pytest.mark.parametrize("script", ["ddp_mp_spawn.py", "ddp_torchrun.py"])
-def test_without_a_group_nothing_can_be_exchanged(script, tmp_path):
+def test_without_a_group_no_process_reaches_another(script, tmp_path):
     result = run(tmp_path, ("    dist.init_process_group(", "    dict(backend="), script=script)
     assert result.status == 1 and "process group has not been initialized" in result.stderr
 
 
-STORE = """    store, rank, _ = next(dist.rendezvous("env://"))
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
-"""
-GROUP = "(backend, store=store, rank=rank, world_size=args.world_size, device_id=device_id)\n"
-
-
 @pytest.mark.parametrize(
-    ("script", "edits"),
-    [
-        ("ddp_torchrun.py", [(STORE, ""), (GROUP, "(backend, device_id=device_id)\n    rank = dist.get_rank()\n")]),
-        ("ddp_mp_spawn.py", [("    with spawning():\n        mp.spawn(attached(train)", "    mp.spawn(train")]),
-    ],
+    ("script", "init"),
+    [("ddp_mp_spawn.py", 'init_method="spawn://", '), ("ddp_torchrun.py", ', init_method="torchrun://"')],
 )
-def test_what_is_for_restarts_and_kills_does_not_change_what_is_trained(script, edits, tmp_path, shipped):
-    assert weights(run(tmp_path, *edits, script=script, epochs=2)) == weights(shipped[script])
+def test_the_address_of_the_launchers_module_does_not_change_what_is_trained(script, init, tmp_path, shipped):
+    assert weights(run(tmp_path, (init, ""), script=script, epochs=2)) == weights(shipped[script])
 
 
 def test_the_standard_variables_alone_which_any_launcher_can_set_are_enough(tmp_path, shipped):
@@ -120,7 +133,9 @@ def test_the_standard_variables_alone_which_any_launcher_can_set_are_enough(tmp_
     assert weights(result) == weights(shipped["ddp_torchrun.py"])
 
 
-# Without these shares every process would take every image, and the global batch would grow N times.
+# Without a shard of its own every process would train on all images.
+# Without the division the global batch would grow with the number of processes.
+# Without this stride every process would count all test images.
 
 
 def test_the_shares_of_a_step_are_disjoint_and_make_the_batch_of_one_device(tmp_path, shipped):
@@ -146,8 +161,8 @@ def test_every_step_takes_the_batch_of_one_device_whatever_the_number_of_images_
             lines.setdefault(script, []).append(line)
 
     def dealt(script, n, batch_size, world_size, rank):
-        names = dict(vars(torch.utils.data), torch=torch, train_set=range(n), epoch=5)
-        names["args"] = SimpleNamespace(batch_size=batch_size, world_size=world_size, seed=3)
+        names = dict(vars(torch.utils.data), torch=torch, train_set=range(n), epoch=5, world_size=world_size)
+        names["args"] = SimpleNamespace(batch_size=batch_size, seed=3)
         monkeypatch.setattr(torch.distributed, "get_world_size", lambda: world_size)
         monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
         exec("\n".join(lines[script]), names)
@@ -167,7 +182,7 @@ def test_without_the_distributed_sampler_every_process_trains_on_the_same_images
 
 
 def test_without_the_division_a_step_takes_the_batch_of_one_device_from_every_process(tmp_path, shipped):
-    without = run(tmp_path, ("args.batch_size // args.world_size", "args.batch_size"))
+    without = run(tmp_path, ("args.batch_size // world_size", "args.batch_size"))
     for result, share in (shipped["ddp_torchrun.py"], BATCH // 2), (without, BATCH):
         assert {len(batch) for rank in batches(result) for batch in rank} == {share}
 
@@ -201,8 +216,8 @@ def test_evaluation_counts_each_test_image_once_whatever_their_number_and_that_o
         for world_size in range(1, 9):
             counted, stock = [], []
             for rank in range(world_size):
-                args = SimpleNamespace(batch_size=4, world_size=world_size)
-                names = {"DataLoader": DataLoader, "args": args, "test_set": list(range(n)), "rank": rank}
+                names = {"DataLoader": DataLoader, "args": SimpleNamespace(batch_size=4), "test_set": list(range(n))}
+                names |= {"rank": rank, "world_size": world_size}
                 exec(line.strip(), names, names)
                 counted += [image for batch in names["test_loader"] for image in batch.tolist()]
                 stock += DistributedSampler(range(n), world_size, rank, shuffle=False)
@@ -213,20 +228,9 @@ def test_evaluation_counts_each_test_image_once_whatever_their_number_and_that_o
 
 
 def test_without_its_own_part_of_the_test_images_each_process_counts_all(tmp_path, shipped):
-    without = run(tmp_path, (", sampler=range(rank, len(test_set), args.world_size)", ""))
+    without = run(tmp_path, (", sampler=range(rank, len(test_set), world_size)", ""))
     for result, counted in (shipped["ddp_torchrun.py"], 360), (without, 720):
-        assert {epoch[3] for epoch in metrics(result)} == {counted}
-
-
-# Without this every process would print the opening line, and the same error.
-
-
-def test_one_process_introduces_the_run_and_without_the_line_all_do(tmp_path, shipped):
-    lines = {"ddp_mp_spawn.py": "args.speaks = rank == 0", "ddp_torchrun.py": 'speaks=os.environ.get("RANK", "0") == "0"'}
-    for script, line in lines.items():
-        without = run(tmp_path, (line, line.split("=")[0] + "=True"), script=script)
-        for result, times in (shipped[script], 1), (without, 2):
-            assert result.stdout.count("2 processes on CPU") == times
+        assert {epoch[3] for epoch in totals(result)} == {counted}
 
 
 # Without this no gradients would be averaged, and the replicas would drift apart.
@@ -248,7 +252,7 @@ def test_the_wrapper_gives_every_process_the_weights_of_rank_0_however_they_were
     assert first == second == weights(shipped["ddp_torchrun.py"])[0][:1]
 
 
-# Without this every epoch would take the images in the same order.
+# Without this every epoch would deal the images in the same order.
 
 
 def test_without_set_epoch_the_order_repeats(tmp_path, shipped):
@@ -258,20 +262,20 @@ def test_without_set_epoch_the_order_repeats(tmp_path, shipped):
             assert (share[:STEPS] == share[STEPS:]) == repeats
 
 
-# Without this sum rank 0 would report the loss and accuracy of its own share.
+# Without this sum rank 0 would report the loss and accuracy of its own shard.
 
 
 def test_without_all_reduce_rank_0_reports_its_own_share(tmp_path, shipped):
-    without = run(tmp_path, ("        dist.all_reduce(metrics)\n", ""))
+    without = run(tmp_path, ("        dist.all_reduce(totals)\n", ""))
     for result, part in (shipped["ddp_torchrun.py"], 1), (without, 2):
-        assert metrics(result)[0][1::2] == [BATCH * STEPS // part, 360 // part]
+        assert totals(result)[0][1::2] == [BATCH * STEPS // part, 360 // part]
 
 
 # Without this condition every process would print the line, and write the same file.
 
 
 def test_without_the_condition_every_process_prints_and_saves(tmp_path, shipped):
-    condition = ("        if rank == 0:\n            report(", "        if True:\n            report(")
+    condition = ("        if rank == 0:\n            report_epoch(", "        if True:\n            report_epoch(")
     for result, times in (shipped["ddp_torchrun.py"], 1), (run(tmp_path, condition), 2):
         assert result.stdout.count("epoch 1/") == result.stdout.count("not saved") == times
 

@@ -9,26 +9,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from common.evaluation import count_correct
+from common.model import count_correct
+from tests.models import gradients, model_and_batch
 from tests.processes import edited, losses, run_ranks, run_script
-from tests.test_mechanism import gradients, model_and_batch
-
-
-
-def test_evaluation_keeps_no_gradients_and_leaves_the_model_in_training():
-    """What the table takes for granted of count_correct."""
-    seen = []
-
-    class Watching(torch.nn.Module):
-        def forward(self, images):
-            seen.append((self.training, torch.is_grad_enabled()))
-            return images
-
-    model = Watching()
-    counts = count_correct(model, [(torch.eye(3), torch.tensor([0, 1, 1]))] * 2, "cpu")
-    assert (counts.tolist(), counts.dtype) == ([4, 6], torch.float64)
-    assert seen == [(False, False)] * 2 and model.training
-
 
 # DDP makes a model fit that is too large for one device.
 
@@ -45,10 +28,9 @@ def bytes_held(rank, wrap):
     return [sum(tensor.nbytes for tensor in kind) for kind in kinds]
 
 
-def test_each_process_holds_all_parameters_gradients_and_momenta_however_many_there_are(tmp_path):
-    whole = [4 * 58634] * 3  # float32
-    assert run_ranks(tmp_path, bytes_held, False, nproc=1) == [whole]
-    assert run_ranks(tmp_path, bytes_held, True, nproc=2) == [whole] * 2
+@pytest.mark.parametrize(("wrap", "nproc"), [(False, 1), (True, 3)])
+def test_each_process_holds_all_parameters_gradients_and_momenta_however_many_there_are(wrap, nproc, tmp_path):
+    assert run_ranks(tmp_path, bytes_held, wrap, nproc=nproc) == [[4 * 58634] * 3] * nproc  # float32
 
 
 def bytes_behind_gradients(rank, view):
@@ -59,10 +41,9 @@ def bytes_behind_gradients(rank, view):
     return [(gradient.nbytes, gradient.untyped_storage().nbytes()) for gradient in (layer.weight.grad, layer.bias.grad)]
 
 
-def test_gradients_and_buckets_are_the_same_memory_only_if_asked_for(tmp_path):
-    for view, memory in (False, [48, 12]), (True, [48 + 12] * 2):
-        held = run_ranks(tmp_path, bytes_behind_gradients, view)
-        assert held == [list(zip([48, 12], memory))] * 2
+@pytest.mark.parametrize(("view", "memory"), [(False, [48, 12]), (True, [48 + 12] * 2)])
+def test_gradients_and_buckets_are_the_same_memory_only_if_asked_for(view, memory, tmp_path):
+    assert run_ranks(tmp_path, bytes_behind_gradients, view) == [list(zip([48, 12], memory, strict=True))] * 2
 
 
 # DDP makes the parameters equal in each step.
@@ -82,7 +63,7 @@ def train_from_biases_one_apart(rank):
     return before, bias
 
 
-def test_weights_that_differ_stay_as_far_apart_for_only_gradients_are_exchanged(tmp_path):
+def test_weights_that_differ_stay_as_far_apart_for_only_gradients_are_averaged(tmp_path):
     (before, first), (_, second) = run_ranks(tmp_path, train_from_biases_one_apart)
     assert (first - before).abs().max() > 0.01, "they were trained"
     torch.testing.assert_close(second - first, torch.ones(10, dtype=torch.float64), rtol=0, atol=1e-12)
@@ -104,63 +85,73 @@ def test_buffers_are_taken_from_rank_0_before_each_forward_pass(tmp_path):
 # BatchNorm sees the global batch.
 
 
-def normalised_share(rank):
+def normalised_shard(rank):
     """What BatchNorm and GroupNorm make of this rank's half of twelve rows, and of all twelve."""
     rows = torch.randn(12, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     layers = torch.nn.BatchNorm1d(4).double(), torch.nn.GroupNorm(2, 4).double()
-    shares = [DistributedDataParallel(layer)(rows[6 * rank :][:6]).detach() for layer in layers]
-    return rows, shares, [layer(rows)[6 * rank :][:6].detach() for layer in layers]
+    shards = [DistributedDataParallel(layer)(rows[6 * rank :][:6]).detach() for layer in layers]
+    return rows, shards, [layer(rows)[6 * rank :][:6].detach() for layer in layers]
 
 
-def test_batchnorm_normalises_by_the_share_of_its_process_and_groupnorm_does_not_care(tmp_path):
-    for rank, (rows, shares, parts_of_whole) in enumerate(run_ranks(tmp_path, normalised_share)):
+def test_batchnorm_normalises_by_the_shard_of_its_process_and_groupnorm_does_not_care(tmp_path):
+    for rank, (rows, shards, parts_of_whole) in enumerate(run_ranks(tmp_path, normalised_shard)):
         own = rows[6 * rank :][:6]
         by_hand = (own - own.mean(0)) / (own.var(0, unbiased=False) + 1e-5).sqrt()
-        torch.testing.assert_close(shares[0], by_hand)
-        assert (shares[0] - parts_of_whole[0]).abs().max() > 0.1
-        torch.testing.assert_close(shares[1], parts_of_whole[1])
+        torch.testing.assert_close(shards[0], by_hand)
+        assert (shards[0] - parts_of_whole[0]).abs().max() > 0.1
+        torch.testing.assert_close(shards[1], parts_of_whole[1])
 
 
 # DistributedSampler deals each image once.
 
 
-def test_the_sampler_of_three_ranks_deals_two_of_ten_images_twice_unless_it_drops_the_last():
-    for drop_last, twice, never in (False, [0, 1], []), (True, [], [9]):
-        shares = [list(DistributedSampler(range(10), 3, rank, shuffle=False, drop_last=drop_last)) for rank in range(3)]
-        dealt = sum(shares, [])
-        assert [image for image in range(10) if dealt.count(image) == 2] == twice
-        assert [image for image in range(10) if dealt.count(image) == 0] == never
+@pytest.mark.parametrize(("drop_last", "twice", "never"), [(False, [0, 1], []), (True, [], [9])])
+def test_the_sampler_of_three_ranks_deals_two_of_ten_images_twice_unless_it_drops_the_last(drop_last, twice, never):
+    samplers = [DistributedSampler(range(10), 3, rank, shuffle=False, drop_last=drop_last) for rank in range(3)]
+    dealt = [image for sampler in samplers for image in sampler]
+    assert [[image for image in range(10) if dealt.count(image) == times] for times in (2, 0)] == [twice, never]
 
 
-# The mean of the processes' accuracies is the accuracy.
+# The mean of the processes' accuracies is the accuracy; the loss of rank 0 is the loss.
 
 
-def accuracy_of_share_and_of_all(rank):
+def accuracy_of_shard_and_of_all(rank):
     """Five images, on which a network that returns its input is right in 0, 2 and 4 and wrong in 1 and 3."""
     outputs, labels = torch.eye(2)[[0, 0, 0, 0, 0]], torch.tensor([0, 1, 0, 1, 0])
-    test_loader = DataLoader(list(zip(outputs, labels)), 5, sampler=range(rank, 5, 2))  # as in the scripts
+    test_loader = DataLoader(list(zip(outputs, labels, strict=True)), 5, sampler=range(rank, 5, 2))  # as in the scripts
     counts = count_correct(torch.nn.Identity(), test_loader, "cpu")
-    share = (counts[0] / counts[1]).item()
+    shard = (counts[0] / counts[1]).item()
     dist.all_reduce(counts)
-    return share, (counts[0] / counts[1]).item()
+    return shard, (counts[0] / counts[1]).item()
 
 
-def test_the_mean_of_the_accuracies_of_unequal_shares_is_not_the_accuracy(tmp_path):
+def test_the_mean_of_the_accuracies_of_unequal_shards_is_not_the_accuracy(tmp_path):
     """Three of three and none of two: their mean is 1/2, three of five are 3/5."""
-    assert run_ranks(tmp_path, accuracy_of_share_and_of_all) == [(1, 3 / 5), (0, 3 / 5)]
-
-
-# The loss of rank 0 is the loss.
+    assert run_ranks(tmp_path, accuracy_of_shard_and_of_all) == [(1, 3 / 5), (0, 3 / 5)]
 
 
 def test_the_loss_of_rank_0_is_not_the_loss(tmp_path):
     """The shipped script, and a copy that sums nothing and lets every rank report its own."""
     all_report = ("        if rank == 0:\n            report", "        if True:\n            report")
-    edits = ("        dist.all_reduce(metrics)\n", ""), all_report
     options = "--epochs", 1, "--batch-size", 144
     [loss] = losses(run_script(tmp_path, "ddp_torchrun.py", *options, nproc=2))
-    result = run_script(tmp_path, edited(tmp_path, "ddp_torchrun.py", *edits), *options, nproc=2)
-    reports = [record["metrics"] for rank in result.seen for record in rank if record["what"] == "report"]
-    own = [loss_sum / images for loss_sum, images, *_ in reports]
+    copy = edited(tmp_path, "ddp_torchrun.py", ("        dist.all_reduce(totals)\n", ""), all_report)
+    reports = [record["totals"] for rank in run_script(tmp_path, copy, *options, nproc=2).seen
+               for record in rank if record["what"] == "report"]  # fmt: skip
+    own = [loss_sum / images for loss_sum, images, _, _ in reports]
     assert len(own) == 2 and sum(own) / 2 == pytest.approx(loss, rel=1e-6)
     assert abs(own[0] - loss) > 1e-3
+
+
+# Evaluation, which the table takes for granted, changes nothing.
+
+
+def test_evaluation_keeps_no_gradients_and_leaves_each_layer_in_the_mode_that_it_found():
+    """Of three images that are their own outputs two are right; a layer that was frozen stays so."""
+    seen = []
+    model = torch.nn.Sequential(torch.nn.Identity(), torch.nn.Identity().eval())
+    model[0].register_forward_hook(lambda *_: seen.append((model[0].training, torch.is_grad_enabled())))
+    counts = count_correct(model, [(torch.eye(3), torch.tensor([0, 1, 1]))] * 2, "cpu")
+    assert (counts.tolist(), counts.dtype) == ([4, 6], torch.float64)
+    assert seen == [(False, False)] * 2
+    assert [module.training for module in model.modules()] == [True, True, False]
