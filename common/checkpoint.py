@@ -23,7 +23,7 @@ broadcast_object_list = list  # to nobody; in a group of processes its launcher'
 def load_checkpoint(path, options, *, model, optimizer, **others):
     """Load a checkpoint, if the file exists, and return its number of finished epochs, or else 0.
 
-    Rank 0 reads it for all, and locks it while the model exists. What is named (scheduler=scheduler) gets its own.
+    Rank 0 reads it for all, and locks it while the model exists. Whatever is named (scheduler=scheduler) is restored.
     """
     if path is None:
         return 0

@@ -9,6 +9,7 @@ import os
 import socket
 import sys
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,10 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from common.checkpoint import load_checkpoint, save_checkpoint
-from common.options import parse_args
-from tests.processes import ROOT, edited, run_ranks, run_script
-from tests.test_commands import run
-from tests.test_mechanism import flat, gradients, model_and_batch
+from tests.models import flat, gradients, model_and_batch
+from tests.processes import ROOT, edited, run_command, run_ranks, run_script
 
 LIMIT = 3  # seconds that a process waits for another here
 TIMED_OUT = f"Timed out waiting {LIMIT}000ms for "  # recv, or send, operation to complete
@@ -217,7 +216,7 @@ def test_one_process_of_two_waits_for_the_other(by_hand):
 def test_a_script_that_spawns_without_a_main_guard_cannot_start(tmp_path):
     edited(tmp_path, "ddp_mp_spawn.py", ('if __name__ == "__main__":\n    main()', "main()"))
     (tmp_path / "common").symlink_to(ROOT / "common")
-    result = run([sys.executable, "ddp_mp_spawn.py", "--nproc", "1", "--epochs", "1"], cwd=tmp_path)
+    result = run_command(sys.executable, "ddp_mp_spawn.py", "--nproc", "1", "--epochs", "1", cwd=tmp_path)
     assert result.returncode == 1 and "An attempt has been made to start a new process before the" in result.stderr
 
 
@@ -322,15 +321,15 @@ def test_a_device_given_for_a_model_on_the_cpu_is_an_error(of_the_wrapper):
 
 
 def load_what_gpu_0_saved(rank, path):
-    args = parse_args(["--checkpoint", path])
+    options = {"dataset": "digits", "model": "cnn", "batch_size": 48, "lr": 0.02, "seed": 0, "epochs": 10}
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())
     location_tag = torch.serialization.location_tag
     torch.serialization.location_tag = lambda storage: "cuda:0"
-    save_checkpoint(args, model, optimizer, 0)
+    save_checkpoint(Path(path), options, 0, model=model, optimizer=optimizer)
     torch.serialization.location_tag = location_tag
     torch.cuda.is_available = lambda: False
-    return error_of(lambda: torch.load(path)), load_checkpoint(args, model, optimizer)
+    return error_of(lambda: torch.load(path)), load_checkpoint(Path(path), options, model=model, optimizer=optimizer)
 
 
 def test_a_file_names_the_gpu_that_its_weights_were_on_and_map_location_overrules_it(tmp_path):
