@@ -1,16 +1,10 @@
-"""The default model, seeded, in the processes of a test, its gradients, and what is said where replicas differ."""
+"""The default model, seeded, in the processes of a test, and its gradients."""
 
 import torch
 import torch.nn.functional as F
 
 from common.data import load_data
 from common.model import build_model
-
-WHY = (
-    "{} on {} processes does not train what single_gpu.py trains. Causes, if you changed common/model.py or "
-    "common/data.py: a layer that looks across the batch (BatchNorm: take GroupNorm), one that draws random numbers "
-    "(dropout: other processes draw others), or data that each rank reads in its own way (seed it with args.seed)"
-)
 
 
 def model_and_batch(seed, rank, size=6):

@@ -1,15 +1,12 @@
 """What only a GPU can show; skipped where there is none."""
 
 import json
-import re
-import subprocess
 import sys
 
 import pytest
 
 from tests.conftest import GPUS, WITH_GPUS
-from tests.processes import ROOT, edited
-from tests.test_commands import EPOCH, TORCHRUN
+from tests.processes import ROOT, TORCHRUN, edited, epochs_printed, run_command
 
 pytestmark = pytest.mark.skipif(GPUS == 0, reason="no GPU")
 
@@ -26,18 +23,17 @@ with open({folder!r} + os.environ["RANK"], "w") as file:
 
 
 def run(*command, status=0, **variables):
-    environment = WITH_GPUS | variables
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    result = run_command(*command, environment=WITH_GPUS | variables, seconds=300)
     assert result.returncode == status, result.stderr
     return result
 
 
 def epochs(result):
-    return [(float(loss), float(accuracy[:-1])) for loss, accuracy in re.findall(EPOCH, result.stdout)]
+    return epochs_printed(result.stdout)
 
 
 def torchrun(nproc, *command):
-    return run(*TORCHRUN[:4], f"--nproc_per_node={nproc}", *command)
+    return run(*TORCHRUN[:-1], f"--nproc_per_node={nproc}", *command)
 
 
 def test_one_device_trains_on_the_gpu():

@@ -5,7 +5,7 @@ import torch
 
 from common.data import load_data
 from common.model import build_model
-from tests.processes import accuracies, losses, run_script, weights
+from tests.processes import ROOT, accuracies, edited, losses, run_script, weights
 
 RUNS = [(script, nproc) for script in ("ddp_mp_spawn.py", "ddp_torchrun.py") for nproc in (1, 2, 3, 4)]
 EPOCHS = 3
@@ -38,17 +38,20 @@ WHY = (
 )
 
 
-@pytest.mark.parametrize(("script", "nproc"), RUNS)
-def test_any_number_of_processes_reaches_what_one_device_reaches(script, nproc, single, tmp_path):
-    result = run(tmp_path, script, nproc)
-    why = WHY.format(script, nproc)
-    assert len(losses(result)) == EPOCHS
+def assert_equal(result, single, why):
     assert losses(result) == pytest.approx(losses(single), rel=1e-9), why
     assert accuracies(result) == accuracies(single), why
     assert result.saved["model"].keys() == single.saved["model"].keys()
     for name, weight in single.saved["model"].items():
         assert weight.dtype == torch.float64 or not weight.is_floating_point()
         torch.testing.assert_close(result.saved["model"][name], weight, rtol=0, atol=1e-8, msg=f"{why}: {name}")
+
+
+@pytest.mark.parametrize(("script", "nproc"), RUNS)
+def test_any_number_of_processes_reaches_what_one_device_reaches(script, nproc, single, tmp_path):
+    result = run(tmp_path, script, nproc)
+    assert len(losses(result)) == EPOCHS
+    assert_equal(result, single, WHY.format(script, nproc))
 
 
 @pytest.fixture(scope="module", params=RUNS, ids=lambda run: f"{run[0]}-{run[1]}")
@@ -120,3 +123,32 @@ def test_one_checkpoint_serves_all_scripts_whatever_the_number_of_processes(tmp_
     assert [loss for part in parts for loss in losses(part)] == pytest.approx(losses(whole), rel=1e-9)
     for finished, part in enumerate(parts[1:], 1):
         assert f"resuming from {tmp_path}/parts/model.pt after epoch {finished} of " in part.stdout
+
+
+# A check of the reader's own model: where it does not suit, the comparison above says so, and why
+
+
+def compare_edited(folder, line, lines):
+    """Compare one epoch of two scripts with a line replaced, on one and on two processes."""
+    runs = []
+    for nproc, script in enumerate(("single_gpu.py", "ddp_torchrun.py"), 1):
+        (folder / script[:-3]).mkdir()
+        runs.append(run(folder / script[:-3], edited(folder, script, (line, lines)), nproc, 1, options=FAST))
+    assert_equal(runs[1], runs[0], WHY.format("ddp_torchrun.py", 2))
+
+
+@pytest.mark.parametrize("layer", ["model[2] = torch.nn.BatchNorm2d(32)", "model.insert(3, torch.nn.Dropout2d(0.1))"])
+def test_a_layer_that_depends_on_the_shard_fails_with_the_reason_that_the_readme_shows(layer, tmp_path):
+    readme = (ROOT / "README.md").read_text()
+    name = test_any_number_of_processes_reaches_what_one_device_reaches.__name__
+    assert "tests/test_exactness.py -k what_one_device_reaches`" in readme and "what_one_device_reaches" in name
+    built = "    model = build_model(args.model, train_set).to(device)\n"
+    with pytest.raises(AssertionError, match="does not train what single_gpu.py trains") as failed:
+        compare_edited(tmp_path, built, f"{built}    {layer}\n")
+    assert f"> {str(failed.value).splitlines()[0]}" in readme.splitlines()
+
+
+def test_images_of_single_precision_are_compared_in_double_precision(tmp_path):
+    line = "    train_set, test_set = load_data(args.dataset, args.data_root)\n"
+    tensors = "part.tensors = part.tensors[0].float(), part.tensors[1]"
+    compare_edited(tmp_path, line, f"{line}    for part in train_set, test_set:\n        {tensors}\n")
