@@ -1,9 +1,9 @@
 """The one place where tests and tools start processes: a shipped script, a function on N ranks, or any command.
 
 Scripts and functions start in milliseconds, from a fork server that has torch loaded. `run_script` does what torchrun
-does: it hosts the store, sets the variables, and ends all processes when one fails. Each process writes down what it saw
-(Run.seen), and nothing that a script does is replaced, but for mp.spawn, which forks its children where it would start
-them anew, and in float64 for the loader, which makes floating images float64.
+does: it hosts the store, sets the variables, and ends all processes when one fails. Each process writes down what it
+saw (`seen`). Nothing that a script does is replaced, but for mp.spawn, which forks its children where it would start
+them anew, and in float64 the loader, which makes floating images float64.
 """
 
 import contextlib
@@ -207,7 +207,7 @@ def batches(run):
 
 
 def edited(folder, script, *edits):
-    """A copy of a shipped script with (old, new) replaced, each of which occurs once: break a line, see what happens."""
+    """A copy of a shipped script with (old, new) replaced, each of which occurs once."""
     source = (ROOT / script).read_text()
     for old, new in edits:
         assert source.count(old) == 1, f"{old!r} occurs {source.count(old)} times in {script}"

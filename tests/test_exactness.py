@@ -80,7 +80,9 @@ def test_the_saved_model_in_a_plain_process_has_the_accuracy_that_was_printed(de
 
 
 @pytest.fixture(
-    scope="module", params=[("single_gpu.py", 1), ("ddp_mp_spawn.py", 2), ("ddp_torchrun.py", 2)], ids=lambda run: run[0]
+    scope="module",
+    params=[("single_gpu.py", 1), ("ddp_mp_spawn.py", 2), ("ddp_torchrun.py", 2)],
+    ids=lambda run: run[0],
 )
 def whole(request, tmp_path_factory):
     """A run, and how to run the same command, or one with other options, in another folder."""
