@@ -2,12 +2,11 @@
 
 Scripts and functions start in milliseconds, from a fork server that has torch loaded. `run_script` does what torchrun
 does: it hosts the store, sets the variables, and ends all processes when one fails. Each process writes down what it
-saw (`seen`). Nothing that a script does is replaced, but for mp.spawn, which forks its children where it would start
+saw. Nothing that a script does is replaced, but for mp.spawn, which forks its children where it would start
 them anew, and in float64 the loader, which makes floating images float64.
 """
 
 import contextlib
-import faulthandler
 import functools
 import hashlib
 import importlib.util
@@ -93,62 +92,65 @@ def run_command(*command, text=None, seconds=SECONDS, **how):
         return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
-def wait_for(condition, seconds=SECONDS):
+def wait_for(condition, seconds=SECONDS, pause=0.02):
     """The first true value of condition(), or what it is after so many seconds."""
     end = time.monotonic() + seconds
     while not (value := condition()) and time.monotonic() < end:
-        time.sleep(0.02)
+        time.sleep(pause)
     return value
 
 
 # Scripts and functions, from the fork server
 
 
-def run_script(folder, script, *argv, nproc=1, float64=False, environment=None, seconds=SECONDS):
-    """Run a script with nproc processes, its output and records in a new folder below `folder`.
-
-    Args:
-        script (str or Path): a shipped script's name, or the path of an edited copy.
-        argv: command-line options; --nproc is added for ddp_mp_spawn.py.
-        float64 (bool): let float64 be torch's default type.
-    Returns:
-        SimpleNamespace: status (first non-zero exit status or 0), stdout, stderr, seen (a list of records a rank).
-    """
-    return run_scripts([(folder, script, *argv)], nproc, float64, environment, seconds)[0]
+def run_script(*command, **how):
+    """Run one script; see run_scripts()."""
+    return run_scripts([command], **how)[0]
 
 
 def run_scripts(commands, nproc=1, float64=False, environment=None, seconds=SECONDS):
-    """Run several scripts at the same time.
+    """Run scripts at the same time, each with nproc processes, its output and records in a new folder below its folder.
 
     Args:
-        commands (list of tuples): folder, script and options of each; the rest is as for run_script.
+        commands (list of tuples): of each its folder, script (a shipped one's name, or the path of an edited copy) and
+            command-line options; --nproc is added for ddp_mp_spawn.py.
+        float64 (bool): let float64 be torch's default type.
     Returns:
-        list of SimpleNamespace: as from run_script.
+        list of SimpleNamespace: status (first non-zero exit status or 0), stdout, stderr; an item an epoch: losses and
+        accuracies, as rank 0 was about to print them; of each rank, in order: totals, weights (a digest) after each
+        epoch, batch (the indices of each training batch), threads (torch's), group (whether one was left open).
     """
-    with contextlib.ExitStack() as stores:
-        runs = []
-        for folder, script, *argv in commands:
-            path, argv, variables = ROOT / script, [str(word) for word in argv], [{}]
-            folder = Path(folder) / f"run{len(list(Path(folder).glob('run*')))}"
-            folder.mkdir()
-            if "spawn" in path.name:
-                argv += ["--nproc", str(nproc)]
-            elif "torchrun" in path.name:
-                port = stores.enter_context(_store())
-                variables = [torchrun_variables(rank, nproc, port) for rank in range(nproc)]
-            arguments = [(path, argv, each | (environment or {}), float64, folder) for each in variables]
-            runs.append((folder, [context.Process(target=_script, args=each) for each in arguments]))
-        with _started([process for _, processes in runs for process in processes]):
-            return [_result(folder, nproc, _wait(processes, seconds, folder / "stderr")) for folder, processes in runs]
+    runs, stores = [], []
+    for folder, script, *argv in commands:
+        path, argv, variables = ROOT / script, [str(word) for word in argv], [{}]
+        folder = Path(folder) / f"run{len(list(Path(folder).glob('run*')))}"
+        folder.mkdir()
+        if "spawn" in path.name:
+            argv += ["--nproc", str(nproc)]
+        elif "torchrun" in path.name:
+            stores.append(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+            variables = [torchrun_variables(rank, nproc, stores[-1].port) for rank in range(nproc)]
+        arguments = [(path, argv, each | (environment or {}), float64, folder) for each in variables]
+        runs.append((folder, [context.Process(target=_script, args=each) for each in arguments]))
+    with _started([process for _, processes in runs for process in processes]):
+        return [_result(folder, nproc, _wait(processes, seconds, folder / "stderr")) for folder, processes in runs]
 
 
 def _result(folder, nproc, status):
-    records = [folder / f"rank{rank}" for rank in range(nproc)]
+    files = [folder / f"rank{rank}" for rank in range(nproc) if (folder / f"rank{rank}").exists()]
+    notes = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+
+    def noted(name):
+        return [[note[name] for note in rank if name in note] for rank in notes]
+
+    totals = [each for rank in noted("totals")[:1] for each in rank]
     return SimpleNamespace(
         status=status,
         stdout=(folder / "stdout").read_text(),
         stderr=(folder / "stderr").read_text(),
-        seen=[[json.loads(line) for line in file.read_text().splitlines()] for file in records if file.exists()],
+        losses=[loss_sum / images for loss_sum, images, _, _ in totals],
+        accuracies=[correct / tested for _, _, correct, tested in totals],
+        **{name: noted(name) for name in ("totals", "weights", "batch", "threads", "group")},
     )
 
 
@@ -158,13 +160,27 @@ def run_ranks(folder, function, *args, nproc=2, seconds=SECONDS):
     Returns:
         list: what each rank returned.
     """
-    with _store() as port:
-        arguments = [(function, rank, nproc, port, args, Path(folder) / f"result{rank}.pt") for rank in range(nproc)]
-        processes = [context.Process(target=_rank, args=each) for each in arguments]
-        with _started(processes):
-            stderr = Path(folder) / "stderr"
-            assert _wait(processes, seconds, stderr) == 0, stderr.read_text()
-    return [torch.load(Path(folder) / f"result{rank}.pt", weights_only=True) for rank in range(nproc)]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    results = [Path(folder) / f"result{rank}.pt" for rank in range(nproc)]
+    arguments = [(function, rank, nproc, store.port, args, result) for rank, result in enumerate(results)]
+    with _started([context.Process(target=_rank, args=each) for each in arguments]) as processes:
+        stderr = Path(folder) / "stderr"
+        assert _wait(processes, seconds, stderr) == 0, stderr.read_text()
+    return [torch.load(result, weights_only=True) for result in results]
+
+
+def in_process(function, stderr, *args):
+    """Call a function in a process of its own: its exit status, and what it has written to stderr, a path."""
+    process = context.Process(target=_in_process, args=(function, stderr, args), daemon=True)
+    process.start()
+    process.join(SECONDS)
+    process.kill()
+    return process.exitcode, stderr.read_text()
+
+
+def _in_process(function, stderr, args):
+    sys.stderr = stderr.open("w")
+    function(*args)
 
 
 def torchrun_variables(rank, nproc, port):
@@ -179,31 +195,6 @@ def torchrun_variables(rank, nproc, port):
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
-
-
-def totals(run):
-    """Rank 0's sums of losses, training images, correct test images and test images, an epoch each."""
-    return [record["totals"] for record in run.seen[0] if record["what"] == "report"]
-
-
-def losses(run):
-    """The mean training loss of each epoch, as rank 0 was about to print it."""
-    return [loss_sum / images for loss_sum, images, _, _ in totals(run)]
-
-
-def accuracies(run):
-    """The test accuracy of each epoch, as rank 0 was about to print it."""
-    return [correct / tested for _, _, correct, tested in totals(run)]
-
-
-def weights(run):
-    """For each rank the digest of its weights after each epoch."""
-    return [[record["weights"] for record in rank if record["what"] == "epoch"] for rank in run.seen]
-
-
-def batches(run):
-    """For each rank the indices of each training batch, in order."""
-    return [[record["indices"] for record in rank if record["what"] == "batch"] for rank in run.seen]
 
 
 def edited(folder, script, *edits):
@@ -223,18 +214,12 @@ def epochs_printed(text):
 
 
 @contextlib.contextmanager
-def _store():
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    yield store.port
-
-
-@contextlib.contextmanager
 def _started(processes):
     """Start processes, and whatever happens leave none of them: each leads a process group named after its id."""
     try:
         for process in processes:
             process.start()
-        yield
+        yield processes
     finally:
         _end(process for process in processes if process.pid)
 
@@ -253,9 +238,6 @@ def _wait(processes, seconds, stderr):
     while left:
         ready = multiprocessing.connection.wait([process.sentinel for process in left], max(0, end - time.monotonic()))
         if not ready:
-            for process in left:
-                os.killpg(process.pid, signal.SIGUSR1)  # see _lead_group
-            multiprocessing.connection.wait([left[0].sentinel], 2)
             raise TimeoutError(f"not finished after {seconds} seconds:\n{stderr.read_text()}")
         for process in [process for process in left if process.sentinel in ready]:
             process.join()
@@ -267,11 +249,10 @@ def _wait(processes, seconds, stderr):
 
 
 def _lead_group(folder):
-    """Write into the folder what this process and its children print, and on SIGUSR1 where each of them is."""
+    """Lead a process group, and write into the folder what it prints."""
     os.setpgid(0, 0)
     for number, name in (1, "stdout"), (2, "stderr"):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-    faulthandler.register(signal.SIGUSR1, file=2)
 
 
 def _fork(function, args, nprocs):
@@ -304,7 +285,7 @@ def _script(path, argv, environment, float64, folder):
     _take_notes(script, folder)
     script.main(argv)
     if path.stem != "ddp_mp_spawn":
-        _note(folder, what="end", group=dist.is_initialized())
+        _note(folder, group=dist.is_initialized())
 
 
 class _InDouble(DataLoader):
@@ -326,23 +307,23 @@ def _take_notes(script, folder):
     def noted_train(*args):
         try:
             train(*args)
-            _note(folder, what="threads", threads=torch.get_num_threads())
+            _note(folder, threads=torch.get_num_threads())
         finally:
             weakref.finalize._exitfunc()  # which a process that was forked would leave out
 
     def noted_count(model, loader, device):
         parameters = b"".join(p.detach().cpu().numpy().tobytes() for p in model.state_dict().values())
-        _note(folder, what="epoch", weights=hashlib.sha256(parameters).hexdigest())
+        _note(folder, weights=hashlib.sha256(parameters).hexdigest())
         return count_correct(model, loader, device)
 
     def noted_report(totals, *args):
-        _note(folder, what="report", totals=totals.tolist())
+        _note(folder, totals=totals.tolist())
         report_epoch(totals, *args)
 
     def noted_gather(self, indices):
         training.append(len(self))
         if len(self) == max(training):
-            _note(folder, what="batch", indices=indices)
+            _note(folder, batch=indices)
         return gather(self, indices)
 
     script.count_correct, script.report_epoch, ImageSet.__getitems__ = noted_count, noted_report, noted_gather

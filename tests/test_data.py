@@ -7,7 +7,6 @@ import hashlib
 import http.server
 import os
 import socket
-import sys
 import threading
 from collections import Counter
 from pathlib import Path
@@ -22,7 +21,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from common.data import DIGITS, ImageSet, _from_torchvision, load_data
 from common.model import Scale, build_model
-from tests.processes import SCRIPTS, context, edited, losses, run_ranks, run_script
+from tests.processes import SCRIPTS, edited, in_process, run_ranks, run_script
 
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # of the package dataset-fashion-mnist
 
@@ -87,7 +86,7 @@ def test_a_plain_list_of_samples_trains_as_the_image_set_does(tmp_path):
     expected = run_script(tmp_path, "single_gpu.py", *options)
     run = run_script(tmp_path, edited(tmp_path, "single_gpu.py", (line, lists)), *options)
     assert run.status == 0, run.stderr
-    assert losses(run) == losses(expected) and len(losses(run)) == 1
+    assert run.losses == expected.losses and len(run.losses) == 1
 
 
 # Files in torchvision's layout
@@ -169,21 +168,13 @@ def test_images_with_their_channels_last_are_turned_around():
     assert all(numpy.array_equal(images[:, channel], pixels[..., channel]) for channel in range(3))
 
 
-def as_nobody(stderr, function, *args):
-    """The exit status of a function in a process that may not write what only root may."""
-    process = context.Process(target=_as_nobody, args=(stderr, function, *args), daemon=True)
-    process.start()
-    process.join(60)
-    return process.exitcode
-
-
-def _as_nobody(stderr, function, *args):
+def as_nobody(function, *args):
+    """Call a function as a user who may not write what only root may."""
     import encodings.hex_codec  # noqa: F401  (torchvision uses it, and where Python is may be closed to nobody)
 
     import torchvision  # noqa: F401
 
     os.chdir("/")
-    sys.stderr = stderr.open("w")
     if os.geteuid() == 0:
         os.setuid(65534)
     function(*args)
@@ -195,7 +186,7 @@ def test_a_data_root_that_cannot_be_written_to_is_enough_when_the_files_are_ther
     for folder in (tmp_path, *tmp_path.parents)[:3]:
         folder.chmod(0o755)
     (tmp_path / "root").chmod(0o555)
-    assert as_nobody(tmp_path / "stderr", assert_small_fashion, tmp_path / "root") == 0
+    assert in_process(as_nobody, tmp_path / "stderr", assert_small_fashion, tmp_path / "root") == (0, "")
     assert contents(tmp_path / "root") == before
 
 
@@ -292,8 +283,8 @@ def test_a_data_root_that_is_a_file_or_below_a_folder_of_somebody_else_is_refuse
     assert refusal(capsys, "cifar10", tmp_path / "file").startswith(f"--data-root {tmp_path}/file is not a folder")
     assert (tmp_path / "file").read_text() == "mine"
     (tmp_path / "theirs").mkdir(mode=0)
-    assert as_nobody(tmp_path / "stderr", load_data, "fashion-mnist", tmp_path / "theirs/data") == 2
-    assert (tmp_path / "stderr").read_text().startswith("fashion-mnist cannot be read or downloaded (PermissionError")
+    status, line = in_process(as_nobody, tmp_path / "stderr", load_data, "fashion-mnist", tmp_path / "theirs/data")
+    assert status == 2 and line.startswith("fashion-mnist cannot be read or downloaded (PermissionError")
 
 
 def test_a_download_has_sixty_seconds_for_each_answer_and_half_of_one_is_one_line_too(monkeypatch, tmp_path, capsys):

@@ -19,7 +19,6 @@ from tests.processes import (
     SCRIPTS,
     TORCHRUN,
     context,
-    losses,
     run_command,
     run_script,
     run_scripts,
@@ -73,7 +72,7 @@ def test_a_signal_to_the_process_that_was_started_ends_all_and_leaves_a_good_che
         assert status == 143 if (script, number) == ("ddp_mp_spawn.py", signal.SIGTERM) else status != 0
         assert gone(process)
     options = ["--epochs", epoch_of(tmp_path) + 1, "--checkpoint", tmp_path / "model.pt"]
-    assert len(losses(run_script(tmp_path, script, *options, nproc=2))) == 1
+    assert len(run_script(tmp_path, script, *options, nproc=2).losses) == 1
 
 
 def test_the_children_of_a_killed_parent_end_even_where_interrupts_are_ignored(tmp_path):

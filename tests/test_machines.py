@@ -15,7 +15,7 @@ import sys
 import pytest
 import torch
 
-from tests.processes import ROOT, epochs_printed, losses, run_script, started, wait_for
+from tests.processes import ROOT, epochs_printed, run_script, started, wait_for
 
 HASTE = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=8"
 ENTER = ["nsenter", "--user", "--net", "--preserve-credentials", "--target"]
@@ -197,7 +197,7 @@ def test_machines_that_come_and_go_leave_the_result_of_one_process_alone(elastic
     printed, checkpoint = elastic
     options = ["--epochs", 4, "--batch-size", 240, "--checkpoint", tmp_path / "model.pt"]
     alone = run_script(tmp_path, "single_gpu.py", *options, float64=True)
-    assert [loss for loss, _ in epochs_printed(printed)] == pytest.approx(losses(alone), abs=1e-6)  # as printed
+    assert [loss for loss, _ in epochs_printed(printed)] == pytest.approx(alone.losses, abs=1e-6)  # as printed
     weights, expected = (torch.load(file, weights_only=True)["model"] for file in (checkpoint, tmp_path / "model.pt"))
     torch.testing.assert_close(weights, expected, rtol=0, atol=1e-9)
 
@@ -206,7 +206,7 @@ def test_two_slurm_jobs_at_once_on_the_same_two_machines_give_the_result_of_one_
     alone = run_script(tmp_path, "single_gpu.py", "--epochs", 1, "--batch-size", 240)
     for number, printed in jobs[0].items():
         assert printed.startswith("2 processes on CPU") and printed.endswith(f"saved in job{number}.pt\n")
-        assert [loss for loss, _ in epochs_printed(printed)] == pytest.approx(losses(alone), abs=1e-4)  # float32
+        assert [loss for loss, _ in epochs_printed(printed)] == pytest.approx(alone.losses, abs=1e-4)  # float32
 
 
 def test_a_slurm_job_runs_the_command_shown_for_each_machine(jobs):

@@ -82,29 +82,3 @@ def all_reduces(rank):
 def test_backward_makes_the_all_reduce_and_the_optimizer_makes_none(tmp_path):
     for in_backward, in_step in run_ranks(tmp_path, all_reduces):
         assert in_backward >= 1 and in_step == 0
-
-
-def starts_and_ends(rank, bucket_cap_mb):
-    """Of one step: starts of the all-reduces, and the ends of the backward computations of the layers."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(8)])
-    ddp_model = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb)
-    inputs = torch.randn(256, 512)
-    for _ in range(3):  # the first step lays the buckets out anew
-        with profile(activities=[ProfilerActivity.CPU]) as trace:
-            ddp_model(inputs).sum().backward()
-    times = [(event.name, event.time_range) for event in trace.events()]
-    starts = [time.start for name, time in times if name == "gloo:all_reduce"]
-    return sorted(starts), sorted(time.end for name, time in times if name == "AddmmBackward0")
-
-
-def test_the_first_bucket_is_reduced_before_the_backward_pass_has_ended(tmp_path):
-    for starts, ends in run_ranks(tmp_path, starts_and_ends, 1):  # MiB; a layer has one
-        assert len(starts) > 4 and len(ends) == 8
-        assert starts[0] < ends[-1]
-
-
-def test_with_one_huge_bucket_the_all_reduce_waits_for_the_end_of_the_backward_pass(tmp_path):
-    for starts, ends in run_ranks(tmp_path, starts_and_ends, 1000):
-        assert len(starts) == 1 and len(ends) == 8
-        assert starts[0] > ends[-1]

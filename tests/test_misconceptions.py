@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from common.model import count_correct
 from tests.models import gradients, model_and_batch
-from tests.processes import edited, losses, run_ranks, run_script
+from tests.processes import edited, run_ranks, run_script
 
 # DDP makes a model fit that is too large for one device.
 
@@ -134,24 +134,9 @@ def test_the_loss_of_rank_0_is_not_the_loss(tmp_path):
     """The shipped script, and a copy that sums nothing and lets every rank report its own."""
     all_report = ("        if rank == 0:\n            report", "        if True:\n            report")
     options = "--epochs", 1, "--batch-size", 144
-    [loss] = losses(run_script(tmp_path, "ddp_torchrun.py", *options, nproc=2))
+    [loss] = run_script(tmp_path, "ddp_torchrun.py", *options, nproc=2).losses
     copy = edited(tmp_path, "ddp_torchrun.py", ("        dist.all_reduce(totals)\n", ""), all_report)
-    reports = [record["totals"] for rank in run_script(tmp_path, copy, *options, nproc=2).seen
-               for record in rank if record["what"] == "report"]  # fmt: skip
-    own = [loss_sum / images for loss_sum, images, _, _ in reports]
+    [first], [second] = run_script(tmp_path, copy, *options, nproc=2).totals
+    own = [loss_sum / images for loss_sum, images, _, _ in (first, second)]
     assert len(own) == 2 and sum(own) / 2 == pytest.approx(loss, rel=1e-6)
     assert abs(own[0] - loss) > 1e-3
-
-
-# Evaluation, which the table takes for granted, changes nothing.
-
-
-def test_evaluation_keeps_no_gradients_and_leaves_each_layer_in_the_mode_that_it_found():
-    """Of three images that are their own outputs two are right; a layer that was frozen stays so."""
-    seen = []
-    model = torch.nn.Sequential(torch.nn.Identity(), torch.nn.Identity().eval())
-    model[0].register_forward_hook(lambda *_: seen.append((model[0].training, torch.is_grad_enabled())))
-    counts = count_correct(model, [(torch.eye(3), torch.tensor([0, 1, 1]))] * 2, "cpu")
-    assert (counts.tolist(), counts.dtype) == ([4, 6], torch.float64)
-    assert seen == [(False, False)] * 2
-    assert [module.training for module in model.modules()] == [True, True, False]

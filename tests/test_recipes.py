@@ -14,10 +14,9 @@ from torch.utils.data import DataLoader
 
 from common.data import load_data
 from common.model import build_model
-from tests import processes
 from tests.conftest import GPUS, WITH_GPUS
 from tests.models import model_and_batch
-from tests.processes import ROOT, TORCHRUN, accuracies, batches, losses, run_ranks, run_script, run_scripts, weights
+from tests.processes import ROOT, TORCHRUN, epochs_printed, run_command, run_ranks, run_script, run_scripts
 
 SECTION = (ROOT / "README.md").read_text().split("## Recipes\n")[1].split("\n## ")[0]
 RECIPES = dict(re.findall(r"<summary>(.+?)</summary>.+?^```diff\n(.*?)^```$", SECTION, re.MULTILINE | re.DOTALL))
@@ -116,16 +115,15 @@ NOTED = (LOOP, HOOK + LOOP)
 
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_any_number_of_pieces_gives_the_result_of_one_with_one_all_reduce_a_step(nproc, single, tmp_path):
-    sizes = {2: [242, 242], 3: [162, 162, 160]} if nproc == 1 else {2: [121, 121], 3: [81, 81, 80]}
-    for pieces in sizes:
-        count = (PIECES, PIECES.replace("2", str(pieces)))
+    for sizes in ([484 // 2] * 2, [162, 162, 160]) if nproc == 1 else ([242 // 2] * 2, [81, 81, 80]):
+        count = (PIECES, PIECES.replace("2", str(len(sizes))))
         result = run(tmp_path, "Gradient accumulation", count, NOTED, nproc=nproc)
-        assert losses(result) == pytest.approx(losses(single), rel=1e-9)
+        assert result.losses == pytest.approx(single.losses, rel=1e-9)
         equal = (', reduction="sum") / len(labels)', ") / len(pieces)")
         unweighted = run(tmp_path, "Gradient accumulation", count, equal, nproc=nproc)
-        assert (losses(unweighted) == pytest.approx(losses(single), rel=1e-9)) == (pieces == 2)
+        assert (unweighted.losses == pytest.approx(single.losses, rel=1e-9)) == (len(sizes) == 2)
         for rank in range(nproc):
-            assert printed(result, f"rank {rank} sees (.+)") == [str(size) for size in sizes[pieces]] * 2
+            assert printed(result, f"rank {rank} sees (.+)") == [str(size) for size in sizes] * 2
             assert len(printed(result, f"rank {rank} reduces")) == 2
 
 
@@ -147,7 +145,7 @@ def test_with_bfloat16_the_network_learns_as_well_and_its_weights_stay_float32(t
     dtype = (CALL, f"F.cross_entropy(logits := ddp_model(images), labels); {printing('{logits.dtype}').strip()}")
     options = ["--epochs", 3, "--checkpoint", tmp_path / "model.pt"]
     result = run(tmp_path, "bfloat16", dtype, options=options, float64=False)
-    assert set(printed(result, "torch.*")) == {"torch.bfloat16"} and accuracies(result)[-1] >= 0.95
+    assert set(printed(result, "torch.*")) == {"torch.bfloat16"} and result.accuracies[-1] >= 0.95
     saved = torch.load(tmp_path / "model.pt", weights_only=True)
     assert {weight.dtype for weight in saved["model"].values()} == {torch.float32}
     half, brain, full = (torch.finfo(dtype) for dtype in (torch.float16, torch.bfloat16, torch.float32))
@@ -165,8 +163,8 @@ def test_all_ranks_find_the_norm_of_the_whole_gradient_and_clip_as_one_device_wo
     result = run(tmp_path, "Gradient clipping", noted)
     imports = ("import time\n", "import os\nimport time\n")
     expected = run(tmp_path, None, alone, imports, script="single_gpu.py", nproc=1)
-    assert losses(result) == pytest.approx(losses(expected), rel=1e-9)
-    assert losses(result) != pytest.approx(losses(single), rel=1e-3)
+    assert result.losses == pytest.approx(expected.losses, rel=1e-9)
+    assert result.losses != pytest.approx(single.losses, rel=1e-3)
     first, second = (printed(result, f"rank {rank} norm (.+)") for rank in (0, 1))
     whole = [float(norm) for norm in printed(expected, "rank 0 norm (.+)")]
     assert first == second and [float(norm) for norm in first] == pytest.approx(whole, rel=1e-9) and max(whole) > 1
@@ -190,27 +188,30 @@ def stopped_and_resumed(folder, title, *edits, epochs=2):
 
 
 def last_weights(result):
-    return [rank[-1] for rank in weights(result)]
+    return [rank[-1] for rank in result.weights]
 
 
-def test_a_schedule_is_resumed_and_one_that_is_not_named_is_refused(tmp_path):
-    two = ("(optimizer, args.epochs)", "(optimizer, 2)")
-    whole, resumed, saved = stopped_and_resumed(tmp_path, "A learning-rate schedule", two)
+@pytest.mark.parametrize(
+    ("title", "name", "edits"),
+    [
+        ("A learning-rate schedule", "scheduler", [("(optimizer, args.epochs)", "(optimizer, 2)")]),
+        ("An average of the weights", "average", [("count_correct(model, test", "count_correct(average, test")]),
+    ],
+)
+def test_a_schedule_and_an_average_are_resumed_and_what_is_not_named_starts_anew_or_is_refused(
+    title, name, edits, tmp_path
+):
+    whole, resumed, saved = stopped_and_resumed(tmp_path, title, *edits)
     assert last_weights(whole) == last_weights(resumed)
-    assert saved["scheduler"]["last_epoch"] == 2 and saved["optimizer"]["param_groups"][0]["lr"] == 0
-    unnamed = [(f", scheduler=scheduler)\n{line}", f")\n{line}") for line in CALLS]
-    path = cooked(tmp_path, "A learning-rate schedule", *unnamed)
-    result = run_script(tmp_path, path, *ONE_STEP, "--checkpoint", tmp_path / "model.pt", nproc=2)
-    assert result.status and "need the scheduler of the learning rate by name" in result.stderr
-
-
-def test_an_average_is_resumed_and_one_that_is_not_named_starts_anew(tmp_path):
-    title, averaged = "An average of the weights", ("count_correct(model, test", "count_correct(average, test")
-    whole, resumed, saved = stopped_and_resumed(tmp_path, title, averaged)
-    assert last_weights(whole) == last_weights(resumed) and saved["average"]["n_averaged"] == 2
-    unnamed = [(f", average=average)\n{line}", f")\n{line}") for line in CALLS]
-    whole, resumed, _ = stopped_and_resumed(tmp_path, title, averaged, *unnamed)
-    assert last_weights(whole) != last_weights(resumed)
+    assert {"scheduler": "last_epoch", "average": "n_averaged"}[name] in saved[name]
+    unnamed = [(f", {name}={name})\n{line}", f")\n{line}") for line in CALLS]
+    if name == "average":
+        whole, resumed, _ = stopped_and_resumed(tmp_path, title, *edits, *unnamed)
+        assert last_weights(whole) != last_weights(resumed)
+    else:
+        path = cooked(tmp_path, title, *unnamed)
+        result = run_script(tmp_path, path, *ONE_STEP, "--checkpoint", tmp_path / "model.pt", nproc=2)
+        assert result.status and "need the scheduler of the learning rate by name" in result.stderr
 
 
 def test_the_best_weights_survive_a_resume_and_a_worse_epoch_and_all_ranks_would_choose_the_same(tmp_path):
@@ -223,8 +224,8 @@ def test_the_best_weights_survive_a_resume_and_a_worse_epoch_and_all_ranks_would
     model = build_model("cnn", train_set)
     model.load_state_dict(torch.load(tmp_path / "best.pt", weights_only=True))
     correct = (model(test_set[:][0]).argmax(1) == test_set[:][1]).sum()
-    found = [round(360 * accuracy) for accuracy in accuracies(whole)]
-    assert correct == saved["best"]["correct"] == max(found[:2]) > found[2] == round(360 * accuracies(resumed)[-1])
+    found = [round(360 * accuracy) for accuracy in whole.accuracies]
+    assert correct == saved["best"]["correct"] == max(found[:2]) > found[2] == round(360 * resumed.accuracies[-1])
     first, second = (printed(whole, f"rank {rank} totals (.+)") for rank in (0, 1))
     assert first == second and len(first) == 3
 
@@ -246,9 +247,9 @@ def test_ranks_stop_together_when_one_is_late_and_if_one_stops_alone_the_run_fai
     late = ("float(time.monotonic() > end)", "float(rank == 0 and epoch == 1)")
     options = [*ONE_STEP[:-1], 3]
     result = run(tmp_path, "Stop early", late, options=options)
-    assert [len(rank) for rank in weights(result)] == [1, 1]
+    assert [len(rank) for rank in result.weights] == [1, 1]
     result = run(tmp_path, "Stop early", ("+ 3600", "- 1"), options=options)
-    assert weights(result) == [[], []]
+    assert result.weights == [[], []]
     alone = cooked(tmp_path, "Stop early", late, ("        dist.all_reduce(late)\n", ""))
     assert run_script(tmp_path, alone, *options, nproc=2).status != 0
 
@@ -259,11 +260,11 @@ def test_ranks_stop_together_when_one_is_late_and_if_one_stops_alone_the_run_fai
 def test_weighted_shards_make_one_draw_in_which_the_classes_are_equal(tmp_path):
     title = "Weighted or custom sampling"
     two, one = (run(tmp_path, title, nproc=nproc, options=["--epochs", 2]) for nproc in (2, 1))
-    first, second = batches(two)
-    for step, whole in enumerate(batches(one)[0]):
+    first, second = two.batch
+    for step, whole in enumerate(one.batch[0]):
         assert (whole[0::2], whole[1::2]) == (first[step], second[step])
-    assert len(batches(one)[0]) == 2 * 29 and batches(one)[0][:29] != batches(one)[0][29:]
-    assert losses(two) == pytest.approx(losses(one), rel=1e-9)
+    assert len(one.batch[0]) == 2 * 29 and one.batch[0][:29] != one.batch[0][29:]
+    assert two.losses == pytest.approx(one.losses, rel=1e-9)
     labels = torch.cat([torch.arange(10).repeat_interleave(n) for n in range(10, 101, 10)])
     weight = eval(RECIPES[title].split("weights, count = ")[1].split(",")[0], {"targets": labels})
     torch.testing.assert_close(torch.zeros(10).index_add(0, labels, weight), torch.ones(10))
@@ -272,7 +273,7 @@ def test_weighted_shards_make_one_draw_in_which_the_classes_are_equal(tmp_path):
 def test_a_weighted_sampler_alone_deals_all_ranks_the_same_images_in_twice_the_steps(tmp_path):
     sampler = "torch.utils.data.WeightedRandomSampler([1.0] * len(train_set), len(train_set))"
     edits = ("DistributedSampler(train_set, seed=args.seed, drop_last=True)", sampler), ("sampler.set_epoch", "int")
-    first, second = batches(run(tmp_path, None, *edits, options=["--epochs", 1], float64=False))
+    first, second = run(tmp_path, None, *edits, options=["--epochs", 1], float64=False).batch
     assert first == second and len(first) == 1437 // 24 > 2 * (1437 // 48)
 
 
@@ -289,7 +290,7 @@ def test_compiled_in_place_result_and_keys_stay_and_the_wrapper_compiles_no_conv
     compiled = ("    model.compile()\n", f"{backend}    model.compile(backend=backend)\n")
     result = run(tmp_path, "torch.compile", compiled, options=[*SHORT, "--checkpoint", tmp_path / "model.pt"])
     assert set(printed(result, "rank . compiles (.) convolutions")) == {"3"}
-    assert losses(result) == pytest.approx(losses(single), rel=1e-9)
+    assert result.losses == pytest.approx(single.losses, rel=1e-9)
     keys = list(torch.load(tmp_path / "model.pt", weights_only=True)["model"])
     model, _, _ = model_and_batch(0, 0)
     assert keys == list(model.state_dict())
@@ -308,16 +309,14 @@ def test_neither_the_number_of_workers_nor_that_of_processes_changes_the_result_
     torch.manual_seed(0)
     for part, name, number in itertools.product(("train", "test"), range(10), range(3)):
         (folder := tmp_path / "photos" / part / f"class{name}").mkdir(parents=True, exist_ok=True)
-        pixels = bytes(torch.randint(256, (64,)).tolist())
-        Image.frombytes("L", (8, 8), pixels).save(folder / f"{number}.png")
+        Image.frombytes("L", (8, 8), bytes(torch.randint(256, (64,)).tolist())).save(folder / f"{number}.png")
     options = ["--epochs", 2, "--batch-size", 8, "--data-root", tmp_path / "photos"]
     fork = ("num_workers=2", 'num_workers=2, multiprocessing_context="fork"')  # in a test the default starts anew
-    result = run(tmp_path, "Images on disk", fork, options=options)
-    assert "30 training and 30 test images" in result.stdout
     alone = ("num_workers=2, persistent_workers=True", "num_workers=0")
+    result = run(tmp_path, "Images on disk", fork, options=options)
     expected = run(tmp_path, "Images on disk", alone, options=options, nproc=1)
-    assert losses(result) == pytest.approx(losses(expected), rel=1e-9) and len(losses(result)) == 2
-    assert accuracies(result) == accuracies(expected)
+    assert "30 training and 30 test images" in result.stdout and result.accuracies == expected.accuracies
+    assert result.losses == pytest.approx(expected.losses, rel=1e-9) and len(result.losses) == 2
 
 
 def read_noise(rank, first_epoch, persistent):
@@ -343,8 +342,8 @@ def test_with_batch_norm_the_loss_depends_on_n_and_each_process_evaluates_a_mode
     """With the default batch the loss of the first epoch is 0.7 % higher on two."""
     norm, options = (BUILT, BATCH_NORM), ["--epochs", 1]
     alone, parted = (run(tmp_path, None, norm, nproc=nproc, options=options) for nproc in (1, 2))
-    assert losses(parted)[0] == pytest.approx(1.007 * losses(alone)[0], rel=5e-4)
-    first, second = weights(parted)
+    assert parted.losses[0] == pytest.approx(1.007 * alone.losses[0], rel=5e-4)
+    first, second = parted.weights
     assert len(first) == 1 and first != second
 
 
@@ -359,13 +358,13 @@ def test_sync_batch_norm_keeps_the_keys_and_is_refused_on_the_cpu(tmp_path):
 
 @pytest.mark.skipif(GPUS < 2, reason="fewer than two GPUs")
 def test_with_sync_batch_norm_two_gpus_reach_what_one_reaches(tmp_path):
-    path = cooked(tmp_path, "BatchNorm", (BUILT, BATCH_NORM))
-    found = []
-    for nproc in 1, 2:
-        command = [*TORCHRUN[:4], f"--nproc_per_node={nproc}", path, "--epochs", 1]
-        result = processes.run_command(*command, environment=WITH_GPUS)
-        found += [loss for loss, _ in processes.epochs_printed(result.stdout)]
-    assert len(found) == 2 and found[1] == pytest.approx(found[0], rel=1e-3)  # float32; without the recipe 7e-3
+    command, path = TORCHRUN[:-1], cooked(tmp_path, "BatchNorm", (BUILT, BATCH_NORM))
+    one, two = (
+        run_command(*command, f"--nproc_per_node={nproc}", path, "--epochs", 1, environment=WITH_GPUS)
+        for nproc in (1, 2)
+    )
+    [[loss, _]], [[expected, _]] = epochs_printed(two.stdout), epochs_printed(one.stdout)
+    assert loss == pytest.approx(expected, rel=1e-3)  # float32; without the recipe 7e-3
 
 
 # A batch for each process
@@ -374,7 +373,7 @@ def test_with_sync_batch_norm_two_gpus_reach_what_one_reaches(tmp_path):
 def test_a_batch_for_each_process_gives_the_result_of_one_device_with_the_sum_of_them(single, tmp_path):
     options = ["--epochs", 1, "--batch-size", 242, "--lr", 0.01, "--checkpoint", tmp_path / "model.pt"]
     result = run(tmp_path, "A batch for each process", options=options)
-    assert losses(result) == pytest.approx(losses(single), rel=1e-9) and "global batch 484" in result.stdout
-    assert {len(batch) for rank in batches(result) for batch in rank} == {242}
+    assert result.losses == pytest.approx(single.losses, rel=1e-9) and "global batch 484" in result.stdout
+    assert {len(batch) for rank in result.batch for batch in rank} == {242}
     settings = torch.load(tmp_path / "model.pt", weights_only=True)["settings"]
     assert (settings["batch_size"], settings["lr"]) == (484, 0.02)

@@ -21,11 +21,13 @@ def test_the_line_of_an_epoch_says_what_was_measured(capsys):
     assert capsys.readouterr().out == "epoch  3/10  loss 0.500000  test accuracy 75.00%  4,000 images/s  eta 14 s\n"
 
 
-def test_evaluation_leaves_each_layer_in_the_mode_in_which_it_was():
+def test_evaluation_counts_learns_nothing_and_leaves_each_layer_in_the_mode_in_which_it_was():
     """A BatchNorm that was frozen does not thaw, and none learns from test images."""
-    model = torch.nn.Sequential(torch.nn.BatchNorm1d(2).eval(), torch.nn.BatchNorm1d(2))
+    model, gradients = torch.nn.Sequential(torch.nn.BatchNorm1d(2).eval(), torch.nn.BatchNorm1d(2)), []
+    model.register_forward_hook(lambda *_: gradients.append(torch.is_grad_enabled()))
     images, labels = torch.tensor([[1.0, 0], [0, 1], [0, 1]]), torch.tensor([0, 1, 0])
-    assert count_correct(model, [(images, labels)], "cpu").tolist() == [2, 3]
+    counts = count_correct(model, [(images, labels)] * 2, "cpu")
+    assert (counts.tolist(), counts.dtype, gradients) == ([4, 6], torch.float64, [False] * 2)
     assert [layer.training for layer in (model, *model)] == [True, False, True]
     assert not any(layer.running_mean.any() for layer in model)
 

@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed import launch
 from torch.distributed import run as torchrun
 from torch.distributed.algorithms.join import Join
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
@@ -25,7 +24,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from common.checkpoint import load_checkpoint, save_checkpoint
 from tests.models import flat, gradients, model_and_batch
-from tests.processes import ROOT, edited, run_command, run_ranks, run_script
+from tests.processes import ROOT, edited, run_command, run_ranks
 
 LIMIT = 3  # seconds that a process waits for another here
 TIMED_OUT = f"Timed out waiting {LIMIT}000ms for "  # recv, or send, operation to complete
@@ -220,14 +219,6 @@ def test_a_script_that_spawns_without_a_main_guard_cannot_start(tmp_path):
     assert result.returncode == 1 and "An attempt has been made to start a new process before the" in result.stderr
 
 
-def test_the_old_launcher_adds_an_option_that_scripts_for_torchrun_do_not_know(tmp_path):
-    [_, _, *added] = torchrun.config_from_args(launch.parse_args(["ddp_torchrun.py"]))[2]
-    [_, _, *none] = torchrun.config_from_args(torchrun.parse_args(["ddp_torchrun.py"]))[2]
-    assert [option.split("=")[0] for option in added] == ["--local-rank"] and none == []
-    result = run_script(tmp_path, "ddp_torchrun.py", "--local-rank=0", nproc=2)
-    assert result.status == 2 and result.stderr.startswith("unrecognized arguments: --local-rank=0")
-
-
 def test_torchrun_gives_each_process_one_thread_unless_somebody_chose(monkeypatch, caplog):
     for chosen in "", "2":
         monkeypatch.setenv("OMP_NUM_THREADS", chosen)
@@ -289,35 +280,17 @@ def test_a_parameter_without_a_gradient_is_an_error_in_the_second_step(tmp_path)
 
 def errors_of_the_wrapper(rank):
     model = WithSpareLayer()
-    ddp_model = DistributedDataParallel(model)
-    return [
-        error_of(lambda: ddp_model.spare),
-        error_of(lambda: model.load_state_dict(ddp_model.state_dict())),
-        error_of(lambda: ddp_model.load_state_dict(model.state_dict())),
-        error_of(lambda: DistributedDataParallel(model, device_ids=[rank])),
-        error_of(lambda: model.load_state_dict(model.state_dict())),
-    ]
+    ddp_model, same = DistributedDataParallel(model), model.state_dict()
+    loads = (model, same), (model, ddp_model.state_dict()), (ddp_model, same)
+    return [error_of(lambda: module.load_state_dict(state)) for module, state in loads]
 
 
-@pytest.fixture(scope="module")
-def of_the_wrapper(tmp_path_factory):
-    [errors] = run_ranks(tmp_path_factory.mktemp("wrapper"), errors_of_the_wrapper, nproc=1)
-    assert errors.pop() == ""
-    return errors
-
-
-def test_the_wrapper_has_none_of_the_attributes_of_the_model(of_the_wrapper):
-    assert of_the_wrapper[0] == "'DistributedDataParallel' object has no attribute 'spare'"
-
-
-def test_weights_saved_from_the_wrapper_have_other_names_than_those_of_the_model(of_the_wrapper):
-    for error, missing, unexpected in (of_the_wrapper[1], "", "module."), (of_the_wrapper[2], "module.", ""):
+def test_weights_saved_from_the_wrapper_have_other_names_than_those_of_the_model(tmp_path):
+    [[no_error, *errors]] = run_ranks(tmp_path, errors_of_the_wrapper, nproc=1)
+    assert no_error == ""
+    for error, missing, unexpected in zip(errors, ("", "module."), ("module.", ""), strict=True):
         assert f'Missing key(s) in state_dict: "{missing}used.weight"' in error
         assert f'Unexpected key(s) in state_dict: "{unexpected}used.weight"' in error
-
-
-def test_a_device_given_for_a_model_on_the_cpu_is_an_error(of_the_wrapper):
-    assert "device_ids and output_device arguments only work with" in of_the_wrapper[3]
 
 
 def load_what_gpu_0_saved(rank, path):
