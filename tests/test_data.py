@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import http.server
 import os
+import re
 import socket
 import threading
 from collections import Counter
@@ -259,7 +260,7 @@ def test_without_files_and_network_one_line_names_what_to_put_where_and_nothing_
     if exists:
         root.mkdir()
     line = refusal(capsys, dataset, root)
-    assert line.startswith(f"{dataset} cannot be read or downloaded (") and "Connection refused" in line
+    assert line.startswith(f"{dataset} cannot be read or downloaded (") and re.search("Connection refused|Error downloading", line)
     assert line.endswith(f"; put {files} into {root}/{folder}, or delete that folder to download it anew")
     assert root.exists() == exists and contents(root) == {}
 
