@@ -3,6 +3,7 @@
 import os
 import signal
 
+import pytest
 import torch
 
 os.environ["OMP_WAIT_POLICY"] = "passive"  # a thread that waits for others leaves its core to another process
@@ -14,3 +15,5 @@ SHOWN = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(GPUS))))
 ROOT = os.path.dirname(os.path.dirname(__file__))
 WITH_GPUS = {"CUDA_VISIBLE_DEVICES": SHOWN, "NVIDIA_TF32_OVERRIDE": "0", "PYTHONPATH": ROOT}
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
+VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
+newest = pytest.mark.skipif(VERSION < (2, 14), reason="older versions of PyTorch do otherwise")

@@ -33,7 +33,6 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ["single_gpu.py", "ddp_mp_spawn.py", "ddp_torchrun.py"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 EPOCH = r"epoch +\d+/\d+  loss (\d\.\d{6})  test accuracy (\d\d\.\d\d%)  [\d,]+ images/s  eta \d+ s"
-NEWEST = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)  # what torchrun does differs before
 SECONDS = 120  # no run of a test takes a tenth of this
 
 context = multiprocessing.get_context("forkserver")

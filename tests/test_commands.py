@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from common.spawn import end_together
-from tests.processes import EPOCH, NEWEST, ROOT, TORCHRUN, edited, run_command, torchrun_variables
+from tests.conftest import newest
+from tests.processes import EPOCH, ROOT, TORCHRUN, edited, run_command, torchrun_variables
 
 
 def test_a_run_whose_output_nobody_reads_any_longer_trains_on(tmp_path):
@@ -74,7 +75,7 @@ print("threads of the group:", sum("gloo" in name for name in tasks))
 """
 
 
-@pytest.mark.skipif(not NEWEST, reason="not so in older versions of PyTorch")
+@newest
 @pytest.mark.parametrize("early", [True, False])
 def test_when_train_returns_the_threads_of_the_group_are_gone(early, tmp_path):
     """Without the early import they outlive the run, and abort the process where they meet the interpreter's end."""

@@ -260,7 +260,8 @@ def test_without_files_and_network_one_line_names_what_to_put_where_and_nothing_
     if exists:
         root.mkdir()
     line = refusal(capsys, dataset, root)
-    assert line.startswith(f"{dataset} cannot be read or downloaded (") and re.search("Connection refused|Error downloading", line)
+    assert line.startswith(f"{dataset} cannot be read or downloaded (")
+    assert re.search("Connection refused|Error downloading", line)
     assert line.endswith(f"; put {files} into {root}/{folder}, or delete that folder to download it anew")
     assert root.exists() == exists and contents(root) == {}
 

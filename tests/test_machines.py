@@ -15,7 +15,8 @@ import sys
 import pytest
 import torch
 
-from tests.processes import NEWEST, ROOT, epochs_printed, run_script, started, wait_for
+from tests.conftest import newest
+from tests.processes import ROOT, epochs_printed, run_script, started, wait_for
 
 HASTE = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=8"
 ENTER = ["nsenter", "--user", "--net", "--preserve-credentials", "--target"]
@@ -173,8 +174,6 @@ def elastic(tmp_path_factory):
     Returns:
         str, Path: what the first printed, the checkpoint.
     """
-    if not NEWEST:
-        pytest.skip("not so in older versions of PyTorch")
     with machines(tmp_path_factory.mktemp("elastic")) as two:
         (two.folder / "stopping.py").write_text(STOPPING)
         command = shown("--nnodes=1:2").replace("ddp_torchrun.py", "stopping.py --epochs 4 --batch-size 240")
@@ -191,10 +190,12 @@ def elastic(tmp_path_factory):
         yield first.printed.read_text(), two.folder / "model.pt"
 
 
+@newest
 def test_machines_that_come_and_go_change_the_number_of_processes(elastic):
     assert re.findall(r"^(\d) process", elastic[0], re.MULTILINE)[-3:] == ["2", "1", "2"]
 
 
+@newest
 def test_machines_that_come_and_go_leave_the_result_of_one_process_alone(elastic, tmp_path):
     printed, checkpoint = elastic
     options = ["--epochs", 4, "--batch-size", 240, "--checkpoint", tmp_path / "model.pt"]

@@ -18,7 +18,8 @@ import torch
 from common.data import load_data
 from common.model import build_model
 from common.options import parse_args
-from tests.processes import EPOCH, NEWEST, ROOT, SCRIPTS, edited, epochs_printed, run_command, run_script, started, wait_for
+from tests.conftest import newest
+from tests.processes import EPOCH, ROOT, SCRIPTS, edited, epochs_printed, run_command, run_script, started, wait_for
 
 README = (ROOT / "README.md").read_text()
 PROOFS = re.findall(r"^\| (.+) \| (.+) \|$", (ROOT / "tests/README.md").read_text(), re.MULTILINE)[1:]
@@ -125,7 +126,7 @@ def test_a_breakpoint_in_rank_0_reads_the_terminal_and_the_module_form_of_torchr
     assert "(Pdb) (0, 2)\n" in result.stdout and len(epochs_printed(result.stdout)) == 1
 
 
-@pytest.mark.skipif(not NEWEST, reason="not so in older versions of PyTorch")
+@newest
 @pytest.mark.parametrize("survives", [False, True])
 def test_a_hangup_ends_torchrun_below_nohup_unless_it_is_told_which_signals_to_handle(survives, tmp_path):
     [command] = re.findall(r"`(nohup torchrun .+?)`", README)
@@ -142,7 +143,7 @@ def test_a_hangup_ends_torchrun_below_nohup_unless_it_is_told_which_signals_to_h
         assert wait_for(lambda: epochs() > before + 10 if survives else process.poll())
 
 
-@pytest.mark.skipif(not NEWEST, reason="not so in older versions of PyTorch")
+@newest
 def test_with_local_addr_standalone_starts_where_the_name_of_the_machine_has_another_address(tmp_path):
     assert "`--local_addr=127.0.0.1`" in README
     (tmp_path / "hosts").write_text(f"127.0.0.1 localhost\n192.0.2.1 {os.uname().nodename}\n")  # RFC 5737: nobody's

@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader
 
 from common.data import load_data
 from common.model import build_model
-from tests.conftest import GPUS, WITH_GPUS
+from tests.conftest import GPUS, WITH_GPUS, newest
 from tests.models import model_and_batch
-from tests.processes import NEWEST, ROOT, TORCHRUN, epochs_printed, run_command, run_ranks, run_script, run_scripts
+from tests.processes import ROOT, TORCHRUN, epochs_printed, run_command, run_ranks, run_script, run_scripts
 
 SECTION = (ROOT / "README.md").read_text().split("## Recipes\n")[1].split("\n## ")[0]
 RECIPES = dict(re.findall(r"<summary>(.+?)</summary>.+?^```diff\n(.*?)^```$", SECTION, re.MULTILINE | re.DOTALL))
@@ -280,7 +280,7 @@ def test_a_weighted_sampler_alone_deals_all_ranks_the_same_images_in_twice_the_s
 # torch.compile
 
 
-@pytest.mark.skipif(not NEWEST, reason="not so in older versions of PyTorch")
+@newest
 def test_compiled_in_place_result_and_keys_stay_and_the_wrapper_compiles_no_convolution(single, tmp_path):
     backend = f"""\
     def backend(graph, _):
