@@ -78,13 +78,9 @@ def test_no_collective_stands_under_a_condition():
 
 def importers(name):
     """The files that import a module, or one below it."""
-    found = set()
-    for path, text in TEXTS.items():
-        for node in ast.walk(ast.parse(text)):
-            origin = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
-            names = node.names if isinstance(node, (ast.Import, ast.ImportFrom)) else []
-            found |= {path for each in names if f"{origin}{each.name}.".startswith(f"{name}.")}
-    return found
+    above, _, last = name.rpartition(".")
+    forms = rf"(?:import|from) {name}\b|from {above or name} import .*\b{last}\b"
+    return {path for path, text in TEXTS.items() if re.search(rf"^ *(?:{forms})", text, re.MULTILINE)}
 
 
 def test_what_a_launcher_or_a_group_needs_is_imported_by_its_script_alone():
@@ -109,3 +105,21 @@ def test_importing_a_script_starts_and_prints_nothing(capfd):
     for script in SCRIPTS:
         assert callable(importlib.import_module(script.removesuffix(".py")).main)
     assert capfd.readouterr() == ("", "")
+
+
+# https://docs.pytorch.org/docs/2.4/elastic/run.html and .../stable/...: NCCL for GPUs, LOCAL_RANK chooses one.
+# https://docs.pytorch.org/docs/2.4/generated/torch.nn.parallel.DistributedDataParallel.html and .../stable/...: before
+# the wrapper torch.cuda.set_device; device_ids may be left out.
+def test_each_line_for_gpus_has_the_form_that_pytorch_documents():
+    for script, number in (SPAWN, "rank"), (TORCHRUN, 'int(os.environ["LOCAL_RANK"])'):
+        lines = [line.strip() for line in code(script) if "cuda" in line or "ddp_model = " in line]
+        assert lines[0] == 'device = torch.device("cuda" if torch.cuda.is_available() else "cpu")'
+        assert lines[1:3] == ['if device.type == "cuda":', f"torch.cuda.set_device({number})"]
+        assert '"nccl" if device.type == "cuda" else "gloo", init_method=' in lines[3]
+        assert lines[4:] == ["ddp_model = DistributedDataParallel(model)"]
+
+
+def test_every_file_is_python_3_10():
+    paths = [*ROOT.glob("*.py"), *ROOT.glob("common/*.py"), *ROOT.glob("tests/*.py")]
+    assert len(paths) > 30 and all(ast.parse(path.read_text(), feature_version=(3, 10)) for path in paths)
+    assert "Python 3.10" in (ROOT / "README.md").read_text()

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from common.model import count_correct
+from tests.conftest import newest
 from tests.models import gradients, model_and_batch
 from tests.processes import edited, run_ranks, run_script
 
@@ -41,6 +42,7 @@ def bytes_behind_gradients(rank, view):
     return [(gradient.nbytes, gradient.untyped_storage().nbytes()) for gradient in (layer.weight.grad, layer.bias.grad)]
 
 
+@newest
 @pytest.mark.parametrize(("view", "memory"), [(False, [48, 12]), (True, [48 + 12] * 2)])
 def test_gradients_and_buckets_are_the_same_memory_only_if_asked_for(view, memory, tmp_path):
     assert run_ranks(tmp_path, bytes_behind_gradients, view) == [list(zip([48, 12], memory, strict=True))] * 2

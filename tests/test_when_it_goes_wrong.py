@@ -4,7 +4,6 @@ The rows that are not here have their tests in test_commands.py, test_lines.py, 
 """
 
 import contextlib
-import logging
 import os
 import socket
 import sys
@@ -209,13 +208,16 @@ def test_a_script_that_spawns_without_a_main_guard_cannot_start(tmp_path):
     assert result.returncode == 1 and "An attempt has been made to start a new process before the" in result.stderr
 
 
-def test_torchrun_gives_each_process_one_thread_unless_somebody_chose(monkeypatch, caplog):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    for times in 1, 1:  # then it is 2
-        with caplog.at_level(logging.WARNING):
-            torchrun.config_from_args(torchrun.parse_args(["--nproc_per_node=2", "ddp_torchrun.py"]))
+def test_torchrun_gives_each_process_one_thread_unless_somebody_chose(monkeypatch):
+    warnings, words = [], "Setting OMP_NUM_THREADS environment variable for each process to be %s"
+    monkeypatch.setattr(torchrun.logger, "warning", lambda *args: warnings.append(args))
+    for chosen in "", "2":
         monkeypatch.setenv("OMP_NUM_THREADS", "2")
-        assert caplog.text.count("OMP_NUM_THREADS environment variable for each process to be 1") == times
+        if not chosen:
+            monkeypatch.delenv("OMP_NUM_THREADS")
+        torchrun.config_from_args(torchrun.parse_args(["--nproc_per_node=2", "ddp_torchrun.py"]))
+    [(text, threads)] = warnings
+    assert words in text and threads == 1
 
 
 def test_torchrun_counts_the_gpus_where_the_number_of_processes_is_gpu(monkeypatch):
