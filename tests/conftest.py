@@ -11,9 +11,10 @@ os.environ.pop("PYTHONUNBUFFERED", None)  # or a line that was not flushed would
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 GPUS = torch.cuda.device_count()
 SHOWN = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(GPUS))))
-# For the tests of GPUs, in which float32 is not rounded to TF32. All others run on the CPU, over gloo.
 ROOT = os.path.dirname(os.path.dirname(__file__))
+# For the tests of GPUs, in which float32 is not rounded to TF32. All others run on the CPU, over gloo.
 WITH_GPUS = {"CUDA_VISIBLE_DEVICES": SHOWN, "NVIDIA_TF32_OVERRIDE": "0", "PYTHONPATH": ROOT}
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
-VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
-newest = pytest.mark.skipif(VERSION < (2, 14), reason="older versions of PyTorch do otherwise")
+newest = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14), reason="older versions of PyTorch do otherwise"
+)

@@ -78,7 +78,7 @@ def test_one_process_more_than_there_are_gpus_is_refused():
     assert f"this machine shows {GPUS}" in result.stderr
 
 
-def test_a_checkpoint_from_the_gpu_goes_on_on_the_cpu(tmp_path):
+def test_a_run_on_the_gpu_resumes_on_the_cpu(tmp_path):
     options = ["--checkpoint", str(tmp_path / "model.pt"), "--epochs"]
     run(sys.executable, "single_gpu.py", *options, "1")
     result = run(sys.executable, "single_gpu.py", *options, "2", CUDA_VISIBLE_DEVICES="")

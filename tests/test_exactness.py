@@ -107,7 +107,7 @@ def test_another_seed_gives_another_result(whole, tmp_path):
     assert seed_1.losses != seed_0.losses[:1] and len(seed_1.losses) == 1
 
 
-def test_a_run_that_stops_and_goes_on_ends_with_the_bits_of_one_that_did_not(whole, tmp_path):
+def test_a_run_that_stops_and_resumes_ends_with_the_bits_of_one_that_did_not(whole, tmp_path):
     whole, again = whole
     parts = [again(tmp_path, epochs) for epochs in (1, EPOCHS)]
     assert [loss for part in parts for loss in part.losses] == whole.losses

@@ -119,37 +119,37 @@ def test_every_step_takes_the_batch_of_one_device_whatever_the_number_of_images_
         exec("\n".join(lines[script]), names)
         return [batch.tolist() for batch in names["train_loader"]]
 
-    for n, world_size, share in itertools.product(range(1, 31), range(1, 9), range(1, 4)):
-        single = dealt("single_gpu.py", n, world_size * share, 1, 0)
-        shares = [dealt(BY_TORCHRUN, n, world_size * share, world_size, rank) for rank in range(world_size)]
-        assert [sorted(batch) for batch in single] == [sorted(sum(parts, [])) for parts in zip(*shares, strict=True)]
-        assert len(single) == n // (world_size * share)
+    for n, world_size, shard in itertools.product(range(1, 31), range(1, 9), range(1, 4)):
+        single = dealt("single_gpu.py", n, world_size * shard, 1, 0)
+        shards = [dealt(BY_TORCHRUN, n, world_size * shard, world_size, rank) for rank in range(world_size)]
+        assert [sorted(batch) for batch in single] == [sorted(sum(parts, [])) for parts in zip(*shards, strict=True)]
+        assert len(single) == n // (world_size * shard)
 
 
 def test_without_the_distributed_sampler_every_process_trains_on_the_same_images(tmp_path):
     from_all = "torch.utils.data.RandomSampler(train_set, generator=torch.Generator().manual_seed(0))"
-    shares = run(tmp_path, (SAMPLER, from_all), SET_EPOCH).batch
-    assert shares[0] == shares[1] and len(shares[0]) == 1437 * 2 // BATCH
+    shards = run(tmp_path, (SAMPLER, from_all), SET_EPOCH).batch
+    assert shards[0] == shards[1] and len(shards[0]) == 1437 * 2 // BATCH
 
 
 def test_without_the_division_a_step_takes_the_batch_of_one_device_from_every_process(tmp_path, shipped):
     without = run(tmp_path, ("args.batch_size // world_size", "args.batch_size"))
-    for result, share in (shipped[BY_TORCHRUN], BATCH // 2), (without, BATCH):
-        assert {len(batch) for rank in result.batch for batch in rank} == {share}
+    for result, shard in (shipped[BY_TORCHRUN], BATCH // 2), (without, BATCH):
+        assert {len(batch) for rank in result.batch for batch in rank} == {shard}
 
 
-def test_without_drop_last_the_sampler_repeats_images_to_fill_up_the_shares(tmp_path):
+def test_without_drop_last_the_sampler_repeats_images_to_fill_up_the_shards(tmp_path):
     """4 processes share 1,437 images as 4 x 360 = 1,440, which makes a third batch of 480 that nobody should see."""
     for edits, steps, repeated in ([], 2, 0), ([(SAMPLER, "DistributedSampler(train_set, seed=args.seed)")], 3, 3):
-        shares = run(tmp_path, *edits, nproc=4, options=["--batch-size", 480]).batch
-        dealt = [index for share in shares for batch in share for index in batch]
+        shards = run(tmp_path, *edits, nproc=4, options=["--batch-size", 480]).batch
+        dealt = [index for shard in shards for batch in shard for index in batch]
         assert (len(dealt), len(set(dealt))) == (480 * steps, 480 * steps - repeated)
 
 
 def test_without_drop_last_the_loader_trains_on_a_smaller_last_batch(tmp_path, shipped):
     without = run(tmp_path, ("sampler=sampler, drop_last=True)", "sampler=sampler)"), epochs=2)
     for result, steps in (shipped[BY_TORCHRUN], STEPS), (without, STEPS + 1):
-        assert {len(share) for share in result.batch} == {2 * steps}
+        assert {len(shard) for shard in result.batch} == {2 * steps}
 
 
 def test_without_the_seed_the_sampler_deals_in_the_same_order_whatever_the_seed_of_the_run(tmp_path):
@@ -190,14 +190,15 @@ def test_without_the_wrapper_in_the_call_the_replicas_drift_apart(script, tmp_pa
 # Without this every epoch would deal the images in the same order.
 def test_without_set_epoch_the_order_repeats(tmp_path, shipped):
     for result, repeats in (shipped[BY_TORCHRUN], False), (run(tmp_path, SET_EPOCH, epochs=2), True):
-        assert [share[:STEPS] == share[STEPS:] for share in result.batch] == [repeats] * 2
+        assert [shard[:STEPS] == shard[STEPS:] for shard in result.batch] == [repeats] * 2
 
 
 # Without this sum rank 0 would report the loss and accuracy of its own shard.
-def test_without_all_reduce_rank_0_reports_its_own_share(tmp_path, shipped):
+def test_without_all_reduce_rank_0_reports_its_own_shard(tmp_path, shipped):
     without = run(tmp_path, ("        dist.all_reduce(totals)\n", ""))
     for result, part in (shipped[BY_TORCHRUN], 1), (without, 2):
         assert result.totals[0][0][1::2] == [BATCH * STEPS // part, 360 // part]
+    assert abs(without.losses[0] - shipped[BY_TORCHRUN].losses[0]) > 1e-3
 
 
 # Without this condition every process would print the line, and write the same file.

@@ -1,18 +1,18 @@
 """What is often believed of DistributedDataParallel, settled by experiment: a test for each row of the README's table.
 
-The rows that are not here have their tests in test_mechanism.py and test_exactness.py.
+The rows that are not here have their tests in test_exactness.py, test_lines.py, test_mechanism.py and test_timeline.py.
 """
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 
 from common.model import count_correct
 from tests.conftest import newest
 from tests.models import gradients, model_and_batch
-from tests.processes import edited, run_ranks, run_script
+from tests.processes import run_ranks
 
 # DDP makes a model fit that is too large for one device.
 
@@ -104,17 +104,7 @@ def test_batchnorm_normalises_by_the_shard_of_its_process_and_groupnorm_does_not
         torch.testing.assert_close(shards[1], parts_of_whole[1])
 
 
-# DistributedSampler deals each image once.
-
-
-@pytest.mark.parametrize(("drop_last", "twice", "never"), [(False, [0, 1], []), (True, [], [9])])
-def test_the_sampler_of_three_ranks_deals_two_of_ten_images_twice_unless_it_drops_the_last(drop_last, twice, never):
-    samplers = [DistributedSampler(range(10), 3, rank, shuffle=False, drop_last=drop_last) for rank in range(3)]
-    dealt = [image for sampler in samplers for image in sampler]
-    assert [[image for image in range(10) if dealt.count(image) == times] for times in (2, 0)] == [twice, never]
-
-
-# The mean of the processes' accuracies is the accuracy; the loss of rank 0 is the loss.
+# The mean of the accuracies is the accuracy.
 
 
 def accuracy_of_shard_and_of_all(rank):
@@ -130,15 +120,3 @@ def accuracy_of_shard_and_of_all(rank):
 def test_the_mean_of_the_accuracies_of_unequal_shards_is_not_the_accuracy(tmp_path):
     """Three of three and none of two: their mean is 1/2, three of five are 3/5."""
     assert run_ranks(tmp_path, accuracy_of_shard_and_of_all) == [(1, 3 / 5), (0, 3 / 5)]
-
-
-def test_the_loss_of_rank_0_is_not_the_loss(tmp_path):
-    """The shipped script, and a copy that sums nothing and lets every rank report its own."""
-    all_report = ("        if rank == 0:\n            report", "        if True:\n            report")
-    options = "--epochs", 1, "--batch-size", 144
-    [loss] = run_script(tmp_path, "ddp_torchrun.py", *options, nproc=2).losses
-    copy = edited(tmp_path, "ddp_torchrun.py", ("        dist.all_reduce(totals)\n", ""), all_report)
-    [first], [second] = run_script(tmp_path, copy, *options, nproc=2).totals
-    own = [loss_sum / images for loss_sum, images, _, _ in (first, second)]
-    assert len(own) == 2 and sum(own) / 2 == pytest.approx(loss, rel=1e-6)
-    assert abs(own[0] - loss) > 1e-3
