@@ -198,7 +198,7 @@ def test_without_all_reduce_rank_0_reports_its_own_shard(tmp_path, shipped):
     without = run(tmp_path, ("        dist.all_reduce(totals)\n", ""))
     for result, part in (shipped[BY_TORCHRUN], 1), (without, 2):
         assert result.totals[0][0][1::2] == [BATCH * STEPS // part, 360 // part]
-    assert abs(without.losses[0] - shipped[BY_TORCHRUN].losses[0]) > 1e-3
+    assert abs(without.losses[0] - shipped[BY_TORCHRUN].losses[0]) > 1e-4
 
 
 # Without this condition every process would print the line, and write the same file.
