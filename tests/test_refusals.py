@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common import options, report, spawn, torchrun
+from common import checkpoint, options, report, spawn, torchrun
 from tests.processes import SCRIPTS, TORCHRUN, edited, run_command, run_script, torchrun_variables
 
 START = "start this script with torchrun: torchrun --standalone --nproc_per_node=2 "
@@ -23,6 +23,7 @@ def alone(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(report, "rank", 0)
     monkeypatch.setattr(report, "world_size", 1)
+    monkeypatch.setattr(checkpoint, "broadcast_object_list", list)
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
