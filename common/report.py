@@ -74,5 +74,5 @@ def exit_with_error(message):
     """Print the fact and the way out, one line on stderr from one process, and raise SystemExit(2)."""
     if rank != 0:
         time.sleep(SECONDS_FOR_RANK_0)  # and is ended meanwhile by what started it
-    print(" ".join(message.split()), file=sys.stderr, flush=True)
+    print(" ".join(message.split()), file=sys.stderr)
     raise SystemExit(2)
