@@ -345,5 +345,4 @@ def _rank(function, rank, nproc, port, args, path):
     except BaseException:
         traceback.print_exc()
         raise
-    torch.save(result, path)
-    dist.destroy_process_group()
+    torch.save(result, path)  # and leave the group open: closing it can hang in PyTorch 2.4 (gloo awaits the GIL)
