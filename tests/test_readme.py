@@ -57,9 +57,17 @@ def test_a_command_runs_as_it_stands(command, results):
     assert [line for line in results[command].stderr.splitlines() if not re.search(warned, line)] == []
 
 
-@pytest.mark.parametrize("command", [command for command in COMMANDS if command.startswith("diff")])
-def test_a_diff_is_what_its_command_prints(command, results):
-    assert len(shown(command)) >= 16 and results[command].stdout.splitlines() == shown(command)
+@pytest.mark.parametrize("command", re.findall(r"`(diff -U\d .+?)`", README))
+def test_a_diff_is_what_its_command_prints_without_comments(command, tmp_path):
+    for script in SCRIPTS:
+        lines = (ROOT / script).read_text().splitlines()
+        code = [line for line in lines if line and not line.lstrip().startswith(("#", '"""'))]
+        (tmp_path / script).write_text("\n".join(code) + "\n")
+    printed = run_command(*command.split(), cwd=tmp_path).stdout.splitlines()[2:]
+    headers = ["@@"] if "-U1" in command else []
+    expected = [line for each in printed for line in (headers if each.startswith("@@") else [each])]
+    [text] = re.findall(rf"`{command}`.*?\n```diff\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+    assert len(expected) >= 16 and text.splitlines() == expected
 
 
 def test_the_first_screen_shows_what_the_two_commands_print_and_the_first_losses_agree_in_every_digit(results):
