@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from common.spawn import end_together
 from tests.conftest import newest
-from tests.processes import EPOCH, ROOT, TORCHRUN, edited, run_command, torchrun_variables
+from tests.processes import EPOCH, ROOT, TORCHRUN, edited, run_command, run_script, torchrun_variables
 
 
 def test_a_run_whose_output_nobody_reads_any_longer_trains_on(tmp_path):
@@ -60,9 +60,9 @@ def test_main_can_be_called_where_no_file_holds_it():
 
 def test_a_function_defined_on_the_spot_cannot_be_spawned():
     """As in a notebook, where no file holds it."""
-    program = "import torch.multiprocessing as mp\ndef train(rank): pass\nmp.spawn(train, nprocs=1)\n"
-    result = run_command(sys.executable, "-c", program)
-    assert result.returncode == 1 and "AttributeError: Can't get attribute 'train' on" in result.stderr
+    start = "multiprocessing.get_context('spawn').Process(target=train).start()"  # as mp.spawn does
+    result = run_command(sys.executable, "-c", f"import multiprocessing\ndef train(): pass\n{start}")
+    assert "AttributeError: Can't get attribute 'train' on" in result.stderr
 
 
 THREADS = """
@@ -91,19 +91,18 @@ def test_when_train_returns_the_threads_of_the_group_are_gone(early, tmp_path):
 
 
 def test_a_process_that_dies_ends_the_run_with_an_error_and_its_own_traceback(tmp_path):
-    """torchrun's report names the first to fail; without @record it says how to enable that."""
+    """@record writes it down for torchrun's report."""
     line = "        seconds = time.perf_counter() - start\n"
     fault = (line, f"{line}        assert rank != 1, 'planted'\n")
     (tmp_path / "common").symlink_to(ROOT / "common")
-    spawn, torchrun = (edited(tmp_path, script, fault) for script in ("ddp_mp_spawn.py", "ddp_torchrun.py"))
-    (tmp_path / "unrecorded").mkdir()
-    (tmp_path / "unrecorded/common").symlink_to(ROOT / "common")
-    unrecorded = edited(tmp_path / "unrecorded", "ddp_torchrun.py", fault, ("@record\n", ""))
-    for command, named in (
-        ([sys.executable, spawn], False),
-        ([*TORCHRUN, torchrun], True),
-        ([*TORCHRUN, unrecorded], False),
+    written = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error")}
+    for script, edits, recorded in (
+        ("ddp_mp_spawn.py", [fault], False),
+        ("ddp_torchrun.py", [fault, ("@record\n", "")], False),
+        ("ddp_torchrun.py", [fault], True),
     ):
-        result = run_command(*command)
-        assert result.returncode == 1 and "AssertionError: planted" in result.stderr and "epoch  2" not in result.stdout
-        assert ("traceback : Traceback" in result.stderr) == named
+        run = run_script(tmp_path, edited(tmp_path, script, *edits), nproc=2, environment=written)
+        assert run.status == 1 and "AssertionError: planted" in run.stderr and "epoch  2" not in run.stdout
+        assert (tmp_path / "error").exists() == recorded
+    result = run_command(*TORCHRUN, tmp_path / "ddp_torchrun.py")
+    assert result.returncode == 1 and "traceback : Traceback" in result.stderr

@@ -10,7 +10,6 @@ import re
 import socket
 import threading
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy
@@ -23,9 +22,6 @@ from torch.utils.data import DataLoader, default_collate
 from common.data import DIGITS, ImageSet, _from_torchvision, load_data
 from common.model import Scale, build_model
 from tests.processes import SCRIPTS, edited, in_process, run_ranks, run_script
-
-DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # of the package dataset-fashion-mnist
-
 
 # The digits
 
@@ -78,16 +74,6 @@ def test_a_batch_is_taken_in_one_indexing_operation_and_equals_its_samples_stack
 def test_worker_processes_yield_the_same_batches():
     here, there = (list(DataLoader(some_images(), 4, num_workers=workers)) for workers in (0, 1))
     assert [len(labels) for _, labels in there] == [4, 4, 2] and str(here) == str(there)
-
-
-def test_a_plain_list_of_samples_trains_as_the_image_set_does(tmp_path):
-    line = "load_data(args.dataset, args.data_root)"
-    lists = f"[[(image, int(label)) for image, label in part] for part in {line}]"
-    options = ["--epochs", 1, "--batch-size", 480]
-    expected = run_script(tmp_path, "single_gpu.py", *options)
-    run = run_script(tmp_path, edited(tmp_path, "single_gpu.py", (line, lists)), *options)
-    assert run.status == 0, run.stderr
-    assert run.losses == expected.losses and len(run.losses) == 1
 
 
 # Files in torchvision's layout
@@ -147,18 +133,6 @@ def test_files_put_there_by_hand_are_used_without_a_network(suffix, tmp_path, no
 def test_files_that_were_unpacked_by_hand_count_more_than_the_archive_beside_them(tmp_path):
     (write_fashion(tmp_path) / "train-images-idx3-ubyte.gz").write_bytes(b"junk")
     assert_small_fashion(tmp_path)
-
-
-@pytest.mark.skipif(not DEBIAN.exists(), reason="Debian's package dataset-fashion-mnist is not installed")
-def test_the_real_fashion_mnist_is_60000_and_10000_images_to_the_pixel(tmp_path):
-    folder = tmp_path / "FashionMNIST/raw"
-    folder.mkdir(parents=True)
-    for file in DEBIAN.glob("*.gz"):
-        (folder / file.name).symlink_to(file)
-    sets = load_data("fashion-mnist", tmp_path)
-    for part, count, data in zip(("train", "t10k"), (60_000, 10_000), sets, strict=True):
-        pixels = gzip.decompress((DEBIAN / f"{part}-images-idx3-ubyte.gz").read_bytes())[16:]
-        assert len(data) == count and data.tensors[0].numpy().tobytes() == pixels
 
 
 def test_images_with_their_channels_last_are_turned_around():

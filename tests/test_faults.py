@@ -62,8 +62,9 @@ def test_when_a_process_is_killed_the_run_ends_and_nothing_is_left(script, tmp_p
     assert "SIGKILL" in (tmp_path / "log").read_text() and epoch_of(tmp_path) >= 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("script", SCRIPTS[1:])
+@pytest.mark.parametrize(
+    "script, number", [(SCRIPTS[1], signal.SIGTERM), (SCRIPTS[1], signal.SIGINT), (SCRIPTS[2], signal.SIGTERM)]
+)
 def test_a_signal_to_the_process_that_was_started_ends_all_and_leaves_a_good_checkpoint(script, number, tmp_path):
     with running(script, tmp_path) as process:
         assert re.search(f"\n{EPOCH}\n", (tmp_path / "log").read_text()), "a line is seen at once"

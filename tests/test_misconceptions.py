@@ -48,7 +48,7 @@ def test_gradients_and_buckets_are_the_same_memory_only_if_asked_for(view, memor
     assert run_ranks(tmp_path, bytes_behind_gradients, view) == [list(zip([48, 12], memory, strict=True))] * 2
 
 
-# DDP makes the parameters equal in each step.
+# DDP copies the parameters in each step.
 
 
 def train_from_biases_one_apart(rank):

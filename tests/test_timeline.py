@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.processes import run_command, run_ranks
-from tests.timeline import draw, hidden_part, measure, on_one_axis
+from tests.timeline import draw, measure
 
 
 def clocked(rank, bucket_cap_mb, batch_size):
@@ -21,66 +21,46 @@ def clocked(rank, bucket_cap_mb, batch_size):
     return step
 
 
-def test_with_several_buckets_the_first_all_reduce_begins_before_backward_ends_and_part_is_hidden(tmp_path):
+def test_with_several_buckets_the_first_all_reduce_begins_before_backward_ends(tmp_path):
     """The batch makes backward long against the start of a thread; the first bucket is full at once."""
     for step in run_ranks(tmp_path, clocked, 0.01, 480):
         assert len(step["all-reduces"]) > 2
         assert step["backward"][0] < step["all-reduces"][0][0] < step["backward"][1]
-        assert 0 < hidden_part(step["all-reduces"], step["backward"]) < 1
 
 
-def test_with_one_huge_bucket_the_all_reduce_begins_after_the_last_gradient_and_nothing_is_hidden(tmp_path):
+def test_with_one_huge_bucket_the_all_reduce_begins_after_the_last_gradient(tmp_path):
     steps = run_ranks(tmp_path, clocked, 1000, 48)
     [first], [second] = (step["all-reduces"] for step in steps)
     assert first[0] < second[1] and second[0] < first[1]  # of one clock: it ends nowhere before it has begun everywhere
     for step in steps:
         assert step["all-reduces"][0][0] >= step["backward"][1]
-        assert hidden_part(step["all-reduces"], step["backward"]) == 0
-
-
-@pytest.mark.parametrize(
-    ("all_reduces", "part"),
-    [
-        ([(12, 18)], 1),  # within
-        ([(30, 40)], 0),  # after
-        ([(5, 35)], 20 / 30),  # longer than backward
-        ([(15, 20), (25, 40)], 10 / 20),
-        ([(15, 35), (20, 25), (25, 40)], 15 / 25),  # at the same time: what two fill counts once
-    ],
-)
-def test_the_hidden_part_is_the_one_computed_by_hand(all_reduces, part):
-    assert hidden_part(all_reduces, (10, 30)) == pytest.approx(part)
 
 
 def test_each_bar_is_drawn_at_its_place():
     """57 columns for 57 milliseconds; what is too short to see takes one; rank 1 is 2 behind."""
     times = {"forward": (5, 15), "backward": (15, 35), "all-reduces": [(20, 25), (30, 45)], "optimizer": (47, 62)}
     late = {"forward": (7, 17), "backward": (17, 37), "all-reduces": [(36.2, 36.4)], "optimizer": (45, 46)}
-    lines = draw("title", on_one_axis([times, late])).splitlines()
+    lines = draw("title", [times, late]).splitlines()
     assert lines[1].split() == ["0", "ms", "57.0", "ms"]
-    assert [line[:-18] for line in lines[2:11]] == [
-        f"{label:22}|{bar:57}|"
-        for label, bar in (
-            ("rank 0  forward", "#" * 10),
-            ("        backward", " " * 10 + "#" * 20 + "." * 10),
-            ("        all-reduce 1", " " * 15 + "=" * 5),
-            ("        all-reduce 2", " " * 25 + "=" * 15),
-            ("        optimizer", " " * 42 + "#" * 15),
-            ("rank 1  forward", " " * 2 + "#" * 10),
-            ("        backward", " " * 12 + "#" * 20),
-            ("        all-reduce 1", " " * 31 + "="),
-            ("        optimizer", " " * 40 + "#"),
+    assert lines[2:11] == [
+        f"{label:22}|{' ' * start}{bar}"
+        for label, start, bar in (
+            ("rank 0  forward", 0, "#" * 10),
+            ("        backward", 10, "#" * 20 + "." * 10),
+            ("        all-reduce 1", 15, "=" * 5),
+            ("        all-reduce 2", 25, "=" * 15),
+            ("        optimizer", 42, "#" * 15),
+            ("rank 1  forward", 2, "#" * 10),
+            ("        backward", 12, "#" * 20),
+            ("        all-reduce 1", 31, "="),
+            ("        optimizer", 40, "#"),
         )
     ]
-    assert lines[5].endswith("|   25.0 to    40.0")
-    assert lines[-2] == "rank 0: they begin after 25% of backward, which hides 50% of them"
 
 
 def test_the_command_draws_every_rank():
     result = run_command(sys.executable, "tests/timeline.py", "--model", "cnn")
-    first, *lines = result.stdout.splitlines()
+    lines = result.stdout.splitlines()
     assert (result.returncode, result.stderr) == (0, "")
-    assert first.startswith("cnn, 2 processes, global batch 48, buckets of ")
-    for rank in range(2):
-        assert lines[rank - 2].startswith(f"rank {rank}: they begin after ")
-        assert sum(line.startswith(f"rank {rank}  forward") for line in lines) == 1
+    assert lines[0].startswith("cnn, 2 processes, global batch 48, buckets of ")
+    assert [line[:15] for line in lines if "forward" in line] == ["rank 0  forward", "rank 1  forward"]

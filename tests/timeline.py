@@ -1,4 +1,4 @@
-"""Draw one training step of each process on one time axis: how much of the communication backward hides.
+"""Draw one training step of each process on one time axis: which all-reduces backward hides.
 
 python tests/timeline.py [--model M] [--nproc N] [--batch-size B] [--bucket-cap-mb MB]
 
@@ -78,57 +78,29 @@ def read(events, start):
     return parts | {"all-reduces": sorted(times for times in reduced if times[0] >= begin)}
 
 
-def on_one_axis(steps):
-    """What read() returned for each rank, with times from the first forward pass."""
-    zero = min(step["forward"][0] for step in steps)
-
-    def shifted(times):
-        return tuple(time - zero for time in times)
-
-    return [
-        step
-        | {part: shifted(step[part]) for part in PARTS}
-        | {"all-reduces": [shifted(times) for times in step["all-reduces"]]}
-        for step in steps
-    ]
-
-
-def hidden_part(all_reduces, backward):
-    """Of the time in which at least one all-reduce runs, the part that lies within backward: from 0 to 1."""
-    total = hidden = reached = 0.0
-    for start, end in sorted(all_reduces):
-        start, reached = max(start, reached), max(end, reached)
-        total += reached - start
-        hidden += max(0.0, min(reached, backward[1]) - max(start, backward[0]))
-    return hidden / total
-
-
 def draw(title, steps):
-    """The picture in characters: of each rank a row a part, and a sentence.
+    """The picture in characters, of each rank a row a part.
 
     Args:
-        steps (list of dict): what read() returns for each rank, on one clock that starts with 0.
+        steps (list of dict): what read() returns for each rank, on one clock.
     """
-    total, sentences = max(step["optimizer"][1] for step in steps), []
-    lines = [title, f"{'0 ms':>27}{f'{total:.1f} ms':>{WIDTH - 4}}"]
+    zero, end = min(step["forward"][0] for step in steps), max(step["optimizer"][1] for step in steps)
+    lines = [title, f"{'0 ms':>27}{f'{end - zero:.1f} ms':>{WIDTH - 4}}"]
     for rank, step in enumerate(steps):
-        (begin, end), reduced = step["backward"], step["all-reduces"]
-        rows = [("forward", [("#", *step["forward"])]), ("backward", [("#", begin, end), (".", end, reduced[-1][1])])]
-        rows += [(f"all-reduce {number}", [("=", *times)]) for number, times in enumerate(reduced, 1)]
-        rows += [("optimizer", [("#", *step["optimizer"])])]
-        for label, bars in rows:
+        waited = step["backward"][1], step["all-reduces"][-1][1]
+        rows = {"forward": [("#", *step["forward"])], "backward": [("#", *step["backward"]), (".", *waited)]}
+        rows |= {f"all-reduce {number}": [("=", *times)] for number, times in enumerate(step["all-reduces"], 1)}
+        rows |= {"optimizer": [("#", *step["optimizer"])]}
+        for label, bars in rows.items():
             cells = [" "] * WIDTH
-            for sign, start, stop in bars:
-                first = min(int(start / total * WIDTH), WIDTH - 1)
-                last = max(first + (sign != "."), round(stop / total * WIDTH))
+            for sign, *times in bars:
+                first, last = (round((time - zero) / (end - zero) * WIDTH) for time in times)
+                first = min(first, WIDTH - 1)
+                last = max(last, first + (sign != "."))
                 cells[first:last] = sign * (last - first)
             name = f"rank {rank}" if label == "forward" else ""
-            lines.append(f"{name:8}{label:14}|{''.join(cells)}|{bars[0][1]:7.1f} to {bars[0][2]:7.1f}")
-        began = min(1, (reduced[0][0] - begin) / (end - begin))
-        hides = hidden_part(reduced, step["backward"])
-        sentences.append(f"rank {rank}: they begin after {began:.0%} of backward, which hides {hides:.0%} of them")
-    legend = "# computes   . waits for the rest of the all-reduces   = all-reduces, one a bucket"
-    return "\n".join([*lines, legend, *sentences])
+            lines.append(f"{name:8}{label:14}|{''.join(cells)}".rstrip())
+    return "\n".join([*lines, "# computes   . waits for the rest of the all-reduces   = all-reduces, one a bucket"])
 
 
 def process(rank, args):
@@ -139,7 +111,7 @@ def process(rank, args):
     if rank == 0:
         sizes = ", ".join(f"{size:#.3g}" for size in steps[0]["buckets"])
         where = f"{args.nproc} processes, global batch {args.batch_size}"
-        print(draw(f"{args.model}, {where}, buckets of {sizes} MiB", on_one_axis(steps)))
+        print(draw(f"{args.model}, {where}, buckets of {sizes} MiB", steps))
     dist.destroy_process_group()
 
 
