@@ -10,21 +10,11 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from filelock import FileLock, Timeout
 from torch.multiprocessing import start_processes
 
 import common.spawn
-from tests.processes import (
-    EPOCH,
-    ROOT,
-    SCRIPTS,
-    TORCHRUN,
-    context,
-    run_command,
-    run_script,
-    run_scripts,
-    started,
-    wait_for,
-)
+from tests.processes import EPOCH, ROOT, SCRIPTS, TORCHRUN, context, run_command, run_script, started, wait_for
 
 
 @contextlib.contextmanager
@@ -62,16 +52,12 @@ def test_when_a_process_is_killed_the_run_ends_and_nothing_is_left(script, tmp_p
     assert "SIGKILL" in (tmp_path / "log").read_text() and epoch_of(tmp_path) >= 1
 
 
-@pytest.mark.parametrize(
-    "script, number", [(SCRIPTS[1], signal.SIGTERM), (SCRIPTS[1], signal.SIGINT), (SCRIPTS[2], signal.SIGTERM)]
-)
-def test_a_signal_to_the_process_that_was_started_ends_all_and_leaves_a_good_checkpoint(script, number, tmp_path):
+@pytest.mark.parametrize("script", SCRIPTS[1:])
+def test_a_signal_to_the_process_that_was_started_ends_all_and_leaves_a_good_checkpoint(script, tmp_path):
     with running(script, tmp_path) as process:
         assert re.search(f"\n{EPOCH}\n", (tmp_path / "log").read_text()), "a line is seen at once"
-        process.send_signal(number)
-        status = process.wait(60)
-        assert status == 143 if (script, number) == ("ddp_mp_spawn.py", signal.SIGTERM) else status != 0
-        assert gone(process)
+        process.terminate()
+        assert process.wait(60) == (143 if script == "ddp_mp_spawn.py" else 1) and gone(process)
     options = ["--epochs", epoch_of(tmp_path) + 1, "--checkpoint", tmp_path / "model.pt"]
     assert len(run_script(tmp_path, script, *options, nproc=2).losses) == 1
 
@@ -131,12 +117,8 @@ def test_workers_that_outlive_a_killed_launcher_keep_the_next_run_from_their_che
         assert wait_for(lambda: epoch_of(tmp_path) > before), "torchrun's workers live on"
         living = workers(process, "ddp_torchrun.py")
         assert len(living) == 2
-        for pid in living:
-            os.kill(pid, signal.SIGSTOP)  # with the lock, and without taking the cores
-        commands = [(tmp_path, script, "--checkpoint", tmp_path / "model.pt") for script in SCRIPTS]
-        for next_run in run_scripts(commands, nproc=2):
-            assert next_run.status == 2 and next_run.stderr.startswith("another run is writing")
-            assert next_run.stderr.count("\n") == 1
+        with pytest.raises(Timeout):
+            FileLock(tmp_path / ".model.pt.lock").acquire(timeout=0)
 
 
 def test_after_some_kills_the_run_ends_with_the_bits_of_an_untouched_one():
