@@ -185,25 +185,18 @@ def _in_process(function, stderr, args):
 
 def torchrun_variables(rank, nproc, port):
     """The variables that torchrun gives to process `rank` of nproc on one machine."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(nproc),
-        "LOCAL_WORLD_SIZE": str(nproc),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-    }
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "MASTER_PORT": port}
+    store = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    return {name: str(number) for name, number in numbers.items()} | store
 
 
 def edited(folder, script, *edits):
-    """A copy of a shipped script with (old, new) replaced, each of which occurs once."""
+    """A copy of a script, a shipped one's name or a path, with (old, new) replaced, each of which occurs once."""
     source = (ROOT / script).read_text()
     for old, new in edits:
         assert source.count(old) == 1, f"{old!r} occurs {source.count(old)} times in {script}"
         source = source.replace(old, new)
-    path = Path(folder) / script
+    path = Path(folder) / Path(script).name
     path.write_text(source)
     return path
 

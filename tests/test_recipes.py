@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import tempfile
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from common.data import load_data
 from common.model import build_model
 from tests.conftest import GPUS, WITH_GPUS, newest
 from tests.models import model_and_batch
-from tests.processes import ROOT, TORCHRUN, epochs_printed, run_command, run_ranks, run_script, run_scripts
+from tests.processes import ROOT, TORCHRUN, edited, epochs_printed, run_command, run_ranks, run_script, run_scripts
 
 SECTION = (ROOT / "README.md").read_text().split("## Recipes\n")[1].split("\n## ")[0]
 RECIPES = dict(re.findall(r"<summary>(.+?)</summary>.+?^```diff\n(.*?)^```$", SECTION, re.MULTILINE | re.DOTALL))
@@ -45,12 +44,9 @@ def patched(path, title):
 
 def cooked(folder, title, *edits, script="ddp_torchrun.py"):
     """A copy of a script with a recipe applied, unless the title is None, and each (old, new) replaced."""
-    path = Path(shutil.copy(ROOT / script, tempfile.mkdtemp(dir=folder)))
+    path = edited(tempfile.mkdtemp(dir=folder), script)
     assert title is None or patched(path, title)
-    for old, new in edits:
-        assert path.read_text().count(old) == 1, f"{old!r} in {path.read_text()}"
-        path.write_text(path.read_text().replace(old, new))
-    return path
+    return edited(path.parent, path, *edits)
 
 
 def run(folder, title, *edits, nproc=2, options=SHORT, float64=True, script="ddp_torchrun.py"):
