@@ -42,4 +42,5 @@ def test_a_row_that_fails_ends_the_benchmark_with_one_line(capfd):
     with pytest.raises(SystemExit) as exit:
         benchmark.main(["--rounds", "1", "--images", "64", "--batch-size", "66"])
     assert exit.value.code == 2
-    assert re.fullmatch(r".+ ended with: --batch-size 66 exceeds the 64 training images; .+", capfd.readouterr().err.strip())
+    [line] = capfd.readouterr().err.splitlines()
+    assert re.fullmatch(r".+ ended with: --batch-size 66 exceeds the 64 training images; .+", line)
