@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.conftest import newest
-from tests.processes import ROOT, epochs_printed, run_script, started, wait_for
+from tests.processes import ROOT, edited, epochs_printed, run_script, started, wait_for
 
 HASTE = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=8"
 ENTER = ["nsenter", "--user", "--net", "--preserve-credentials", "--target"]
@@ -29,36 +29,14 @@ PROGRAMS = {
         SLURM_NODEID=1 SECOND "$@" &
         wait -n && wait -n || { kill $(jobs -p); wait; exit 1; }""",
 }
-# In double precision. One process stops at batch 13, in the third epoch; of two the last stops at batch 8, in the
-# second epoch, or where it starts, if that is later, until the file `lost` exists.
-STOPPING = f"""
-import os, sys, time
-from pathlib import Path
-sys.path.insert(0, {str(ROOT)!r})
-import torch
-import torch.nn.functional as F
-import ddp_torchrun
-
-torch.set_default_dtype(torch.float64)
-load_checkpoint, cross_entropy, batches = ddp_torchrun.load_checkpoint, F.cross_entropy, []
-rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-
-def counting_load_checkpoint(*args, **objects):
-    first_epoch = load_checkpoint(*args, **objects)
-    batches.extend([0] * 5 * first_epoch)
-    return first_epoch
-
-def stopping_cross_entropy(*args):
-    batches.append(0)
-    if rank == world_size - 1 and len(batches) >= {{1: 13, 2: 8}}[world_size]:
-        Path(f"stopped{{world_size}}").touch()
-        while world_size == 1 or not Path("lost").exists():
-            time.sleep(0.02)
-    return cross_entropy(*args)
-
-ddp_torchrun.load_checkpoint, F.cross_entropy = counting_load_checkpoint, stopping_cross_entropy
-ddp_torchrun.main()
-"""
+# One process stops in the third step of the third epoch; of two the last stops in the third step of the second epoch,
+# or of a later one in which it starts, until the file `lost` exists.
+STOP = """optimizer.zero_grad()
+            if rank == world_size - 1 and epoch >= 3 - world_size and totals[1] * world_size >= 2 * args.batch_size:
+                Path(f"stopped{world_size}").touch()
+                while world_size == 1 or not Path("lost").exists():
+                    time.sleep(0.02)"""
+DOUBLE = "import torch\nfrom pathlib import Path\ntorch.set_default_dtype(torch.float64)\n"
 
 
 def shown(word):
@@ -175,8 +153,9 @@ def elastic(tmp_path_factory):
         str, Path: what the first printed, the checkpoint.
     """
     with machines(tmp_path_factory.mktemp("elastic")) as two:
-        (two.folder / "stopping.py").write_text(STOPPING)
-        command = shown("--nnodes=1:2").replace("ddp_torchrun.py", "stopping.py --epochs 4 --batch-size 240")
+        edited(two.folder, "ddp_torchrun.py", ("import torch\n", DOUBLE), ("optimizer.zero_grad()", STOP))
+        (two.folder / "common").symlink_to(ROOT / "common")
+        command = shown("--nnodes=1:2").replace("ddp_torchrun.py", "ddp_torchrun.py --epochs 4 --batch-size 240")
         command = command.replace("is_host=1", f"is_host=1,{HASTE}")
         other = command.replace("is_host=1", "is_host=0").replace("--local_addr=10.0.0.1", "--local_addr=10.0.0.2")
         first, second = two.start(command, machine=0), two.start(other, machine=1)
