@@ -7,6 +7,7 @@ import pytest
 import torch
 
 os.environ["OMP_WAIT_POLICY"] = "passive"  # a thread that waits for others leaves its core to another process
+os.environ.pop("OMP_NUM_THREADS", None)
 os.environ.pop("PYTHONUNBUFFERED", None)  # or a line that was not flushed would be seen at once all the same
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 GPUS = torch.cuda.device_count()

@@ -20,8 +20,8 @@ def flat(tensors):
     return torch.cat([tensor.detach().flatten() for tensor in tensors])
 
 
-def gradients(model, images, labels):
+def gradients(model, images, labels, reduction="mean"):
     """The gradients of all parameters, in one tensor, after one forward and one backward pass."""
     model.zero_grad()
-    F.cross_entropy(model(images), labels).backward()
+    F.cross_entropy(model(images), labels, reduction=reduction).backward()
     return flat(parameter.grad for parameter in model.parameters()).clone()

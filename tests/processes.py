@@ -169,17 +169,28 @@ def run_ranks(folder, function, *args, nproc=2, seconds=SECONDS):
     return [torch.load(result, weights_only=True) for result in results]
 
 
-def in_process(function, stderr, *args):
-    """Call a function in a process of its own: its exit status, and what it has written to stderr, a path."""
-    process = context.Process(target=_in_process, args=(function, stderr, args), daemon=True)
+def in_process(function, stderr, *args, nobody=False):
+    """Call a function in a process of its own, in the folder of stderr (a path), perhaps as nobody, not root.
+
+    Returns:
+        tuple: the exit status, and what was written to stderr.
+    """
+    process = context.Process(target=_in_process, args=(function, stderr, args, nobody), daemon=True)
     process.start()
     process.join(SECONDS)
     process.kill()
     return process.exitcode, stderr.read_text()
 
 
-def _in_process(function, stderr, args):
+def _in_process(function, stderr, args, nobody):
     sys.stderr = stderr.open("w")
+    os.chdir(stderr.parent)
+    if nobody and os.geteuid() == 0:
+        import encodings.hex_codec  # noqa: F401  (torchvision uses it, and where Python is may be closed to nobody)
+
+        import torchvision  # noqa: F401
+
+        os.setuid(65534)
     function(*args)
 
 

@@ -5,7 +5,6 @@ import functools
 import gzip
 import hashlib
 import http.server
-import os
 import re
 import socket
 import threading
@@ -143,25 +142,13 @@ def test_images_with_their_channels_last_are_turned_around():
     assert all(numpy.array_equal(images[:, channel], pixels[..., channel]) for channel in range(3))
 
 
-def as_nobody(function, *args):
-    """Call a function as a user who may not write what only root may."""
-    import encodings.hex_codec  # noqa: F401  (torchvision uses it, and where Python is may be closed to nobody)
-
-    import torchvision  # noqa: F401
-
-    os.chdir("/")
-    if os.geteuid() == 0:
-        os.setuid(65534)
-    function(*args)
-
-
 def test_a_data_root_that_cannot_be_written_to_is_enough_when_the_files_are_there(tmp_path):
     write_fashion(tmp_path / "root")
     before = contents(tmp_path / "root")
     for folder in (tmp_path, *tmp_path.parents)[:3]:
         folder.chmod(0o755)
     (tmp_path / "root").chmod(0o555)
-    assert in_process(as_nobody, tmp_path / "stderr", assert_small_fashion, tmp_path / "root") == (0, "")
+    assert in_process(assert_small_fashion, tmp_path / "stderr", tmp_path / "root", nobody=True) == (0, "")
     assert contents(tmp_path / "root") == before
 
 
@@ -259,7 +246,8 @@ def test_a_data_root_that_is_a_file_or_below_a_folder_of_somebody_else_is_refuse
     assert refusal(capsys, "cifar10", tmp_path / "file").startswith(f"--data-root {tmp_path}/file is not a folder")
     assert (tmp_path / "file").read_text() == "mine"
     (tmp_path / "theirs").mkdir(mode=0)
-    status, line = in_process(as_nobody, tmp_path / "stderr", load_data, "fashion-mnist", tmp_path / "theirs/data")
+    theirs = "fashion-mnist", tmp_path / "theirs/data"
+    status, line = in_process(load_data, tmp_path / "stderr", *theirs, nobody=True)
     assert status == 2 and line.startswith("fashion-mnist cannot be read or downloaded (PermissionError")
 
 

@@ -1,5 +1,7 @@
 """The number of processes does not change the result."""
 
+import re
+
 import pytest
 import torch
 
@@ -17,6 +19,7 @@ def run(folder, script, nproc=1, epochs=None, float64=True, options=()):
     options = "--epochs", epochs or EPOCHS, "--checkpoint", folder / "model.pt", *options
     result = run_script(folder, script, *options, nproc=nproc, float64=float64)
     assert result.status == 0, result.stderr
+    result.folder = folder
     result.saved = torch.load(folder / "model.pt", weights_only=True)
     return result
 
@@ -90,7 +93,8 @@ def test_the_saved_model_in_a_plain_process_has_the_accuracy_that_was_printed(wh
     result, _ = whole
     train_set, test_set = load_data("digits", None)
     model = build_model("cnn", train_set)
-    model.load_state_dict(result.saved["model"])
+    [line] = re.findall(r"`(model\.load_state_dict\(.+?)`", (ROOT / "README.md").read_text())
+    exec(line.replace("model.pt", f"{result.folder}/model.pt"), {"model": model, "torch": torch})
     correct = (model(test_set[:][0]).argmax(1) == test_set[:][1]).sum().item()
     assert result.accuracies[-1] == correct / 360
     assert f"test accuracy {correct / 360:.2%}" in result.stdout.splitlines()[-2]

@@ -18,10 +18,10 @@ from tests.processes import EPOCH, ROOT, SCRIPTS, TORCHRUN, context, run_command
 
 
 @contextlib.contextmanager
-def running(script, folder, *, before=()):
+def running(script, folder):
     """Two processes, for many epochs, of which the first is saved; yields the process that was started."""
     launch = [sys.executable] if script == "ddp_mp_spawn.py" else TORCHRUN
-    command = [*before, *launch, ROOT / script, "--epochs", 1000, "--checkpoint", "model.pt"]
+    command = [*launch, ROOT / script, "--epochs", 1000, "--checkpoint", "model.pt"]
     with open(folder / "log", "w") as log, started(*command, cwd=folder, stdout=log, stderr=log) as process:
         assert wait_for(lambda: (folder / "model.pt").exists() or process.poll() is not None)
         assert process.poll() is None, (folder / "log").read_text()
@@ -62,14 +62,6 @@ def test_a_signal_to_the_process_that_was_started_ends_all_and_leaves_a_good_che
     assert len(run_script(tmp_path, script, *options, nproc=2).losses) == 1
 
 
-def test_the_children_of_a_killed_parent_end_even_where_interrupts_are_ignored(tmp_path):
-    """As a shell ignores them for its background jobs."""
-    with running("ddp_mp_spawn.py", tmp_path, before=["bash", "-c", 'trap "" INT; exec "$@"', "bash"]) as process:
-        assert len(workers(process, "ddp_mp_spawn.py")) == 2
-        process.kill()
-        assert gone(process)
-
-
 def wait_where_python_handles_no_signal(rank, path):
     """In C, as for a GPU, in a child that has joined the group."""
     dist.init_process_group("gloo", init_method="spawn://", rank=rank, world_size=1)
@@ -80,6 +72,7 @@ def wait_where_python_handles_no_signal(rank, path):
 
 @common.spawn.end_together
 def spawn_one_that_waits(path):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell has its background jobs ignore it
     start_processes(wait_where_python_handles_no_signal, (path,), 1, start_method="fork")
 
 

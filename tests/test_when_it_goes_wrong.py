@@ -9,11 +9,11 @@ import socket
 import sys
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.distributed import run as torchrun
 from torch.distributed.algorithms.join import Join
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from common.checkpoint import load_checkpoint, save_checkpoint
-from tests.models import flat, model_and_batch
 from tests.processes import ROOT, edited, run_command, run_ranks
 
 LIMIT = 3  # seconds that a process waits for another here
@@ -168,37 +167,23 @@ def test_in_the_same_store_a_second_attempt_calls_the_dead_and_under_a_prefix_it
 # Processes that do not start
 
 
-@pytest.fixture
-def by_hand(monkeypatch):
-    """Sets just these of torchrun's variables."""
-
-    def set_variables(**variables):
-        for name in "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE":
-            monkeypatch.delenv(name, raising=False)
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-
-    return set_variables
-
-
-def test_without_torchrun_the_first_variable_that_is_missing_is_named(by_hand):
-    address = {"MASTER_ADDR": "127.0.0.1"}
-    for missing, given in ("RANK", {}), ("RANK", address), ("MASTER_ADDR", {"RANK": "0", "WORLD_SIZE": "2"}):
-        by_hand(**given)
-        with pytest.raises(ValueError, match=f"environment variable {missing} expected, but not set"):
+def test_without_torchrun_the_first_variable_that_is_missing_is_named():
+    for missing, given in ("RANK", {"MASTER_ADDR": "127.0.0.1"}), ("MASTER_ADDR", {"RANK": "0", "WORLD_SIZE": "2"}):
+        expected = pytest.raises(ValueError, match=f"environment variable {missing} expected, but not set")
+        with mock.patch.dict(os.environ, given, clear=True), expected:
             dist.init_process_group("gloo")
 
 
-def test_one_process_of_two_waits_for_the_other(by_hand):
-    moment = timedelta(seconds=1)
-    by_hand(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    with pytest.raises(dist.DistStoreError, match=r"waiting for clients\. 1/2 clients joined"):
-        dist.init_process_group("gloo", timeout=moment)
+def test_one_process_of_two_waits_for_the_other():
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
-        by_hand(RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(closed.getsockname()[1]))
-        with pytest.raises(dist.DistNetworkError, match="The client socket has timed out"):
-            dist.init_process_group("gloo", timeout=moment)
+        for rank, port, error in (
+            (0, 0, r"waiting for clients\. 1/2 clients joined"),
+            (1, closed.getsockname()[1], "The client socket has timed out"),
+        ):
+            url = f"tcp://127.0.0.1:{port}?rank={rank}&world_size=2"
+            with pytest.raises(dist.DistError, match=error):
+                dist.init_process_group("gloo", init_method=url, timeout=timedelta(seconds=1))
 
 
 def test_a_script_that_spawns_without_a_main_guard_cannot_start(tmp_path):
@@ -206,18 +191,6 @@ def test_a_script_that_spawns_without_a_main_guard_cannot_start(tmp_path):
     (tmp_path / "common").symlink_to(ROOT / "common")
     result = run_command(sys.executable, "ddp_mp_spawn.py", "--nproc", "1", "--epochs", "1", cwd=tmp_path)
     assert result.returncode == 1 and "An attempt has been made to start a new process before the" in result.stderr
-
-
-def test_torchrun_gives_each_process_one_thread_unless_somebody_chose(monkeypatch):
-    warnings, words = [], "Setting OMP_NUM_THREADS environment variable for each process to be %s"
-    monkeypatch.setattr(torchrun.logger, "warning", lambda *args: warnings.append(args))
-    for chosen in "", "2":
-        monkeypatch.setenv("OMP_NUM_THREADS", "2")
-        if not chosen:
-            monkeypatch.delenv("OMP_NUM_THREADS")
-        torchrun.config_from_args(torchrun.parse_args(["--nproc_per_node=2", "ddp_torchrun.py"]))
-    [(text, threads)] = warnings
-    assert words in text and threads == 1
 
 
 def test_torchrun_counts_the_gpus_where_the_number_of_processes_is_gpu(monkeypatch):
@@ -295,24 +268,3 @@ def load_what_gpu_0_saved(rank, path):
 def test_a_file_names_the_gpu_that_its_weights_were_on_and_map_location_overrules_it(tmp_path):
     [(error, epoch)] = run_ranks(tmp_path, load_what_gpu_0_saved, str(tmp_path / "model.pt"), nproc=1)
     assert error.startswith("Attempting to deserialize object on a CUDA device") and epoch == 1
-
-
-# Results that are wrong
-
-
-def gradients_of_the_sum(rank):
-    """Of a loss that is summed: for all images in one process, and for a share in each through the wrapper."""
-    torch.set_default_dtype(torch.float64)
-    results = []
-    for place, size, wrap in (0, 12, False), (rank, 12 // dist.get_world_size(), True):
-        model, images, labels = model_and_batch(0, place, size)
-        called = DistributedDataParallel(model) if wrap else model
-        F.cross_entropy(called(images), labels, reduction="sum").backward()
-        results.append(flat(parameter.grad for parameter in model.parameters()))
-    return results
-
-
-@pytest.mark.parametrize("nproc", [2, 3])
-def test_a_summed_loss_has_gradients_n_times_too_small(nproc, tmp_path):
-    for whole, averaged in run_ranks(tmp_path, gradients_of_the_sum, nproc=nproc):
-        torch.testing.assert_close(averaged, whole / nproc, rtol=1e-12, atol=1e-14)
