@@ -28,10 +28,6 @@ def run(*command, status=0, **variables):
     return result
 
 
-def epochs(result):
-    return epochs_printed(result.stdout)
-
-
 def torchrun(nproc, *command):
     return run(*TORCHRUN[:-1], f"--nproc_per_node={nproc}", *command)
 
@@ -40,20 +36,20 @@ def test_one_device_trains_on_the_gpu():
     result = run(sys.executable, "single_gpu.py")
     name = run(sys.executable, "-c", "import torch; print(torch.cuda.get_device_name())").stdout.strip()
     assert name in result.stdout.splitlines()[0]
-    assert epochs(result)[-1][1] >= 98
+    assert epochs_printed(result.stdout)[-1][1] >= 98
 
 
 @pytest.mark.parametrize("nproc", sorted({1, GPUS}))
 def test_nccl_with_a_process_for_each_gpu_gives_the_result_of_one_device(nproc):
     if 48 % nproc:
         pytest.skip("48 images do not divide among these GPUs")
-    single = epochs(run(sys.executable, "single_gpu.py", "--epochs", "2"))
+    single = epochs_printed(run(sys.executable, "single_gpu.py", "--epochs", "2").stdout)
     for result in (
         torchrun(nproc, "ddp_torchrun.py", "--epochs", "2"),
         run(sys.executable, "ddp_mp_spawn.py", "--nproc", str(nproc), "--epochs", "2"),
     ):
-        assert len(epochs(result)) == 2
-        for (loss, accuracy), (one_loss, one_accuracy) in zip(epochs(result), single, strict=True):
+        assert len(epochs_printed(result.stdout)) == 2
+        for (loss, accuracy), (one_loss, one_accuracy) in zip(epochs_printed(result.stdout), single, strict=True):
             assert loss == pytest.approx(one_loss, rel=0.01) and accuracy == pytest.approx(one_accuracy, abs=1.5)
 
 
@@ -82,4 +78,4 @@ def test_a_run_on_the_gpu_resumes_on_the_cpu(tmp_path):
     options = ["--checkpoint", str(tmp_path / "model.pt"), "--epochs"]
     run(sys.executable, "single_gpu.py", *options, "1")
     result = run(sys.executable, "single_gpu.py", *options, "2", CUDA_VISIBLE_DEVICES="")
-    assert "after epoch 1" in result.stdout and len(epochs(result)) == 1
+    assert "after epoch 1" in result.stdout and len(epochs_printed(result.stdout)) == 1

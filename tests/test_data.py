@@ -15,7 +15,6 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, default_collate
 
 from common.data import DIGITS, ImageSet, _from_torchvision, load_data
@@ -54,18 +53,12 @@ def some_images(count=10):
 
 
 def test_a_batch_is_taken_in_one_indexing_operation_and_equals_its_samples_stacked():
-    operations = []
-
-    class Note(TorchDispatchMode):
-        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-            operations.append(operation.overloadpacket.__name__)
-            return operation(*args, **(kwargs or {}))
-
     data, indices = some_images(), [7, 0, 3, 3]
-    with Note():
+    with torch.profiler.profile() as profiler:
         [batch] = DataLoader(data, batch_sampler=[indices])
-    assert operations.count("index") == 2  # the images, and the labels
-    assert not {"select", "stack", "cat"} & set(operations)
+    operations = [event.name for event in profiler.events()]
+    assert operations.count("aten::index") == 2  # the images, and the labels
+    assert not {"aten::select", "aten::stack", "aten::cat"} & {*operations}
     for taken, stacked in zip(batch, default_collate([data[index] for index in indices]), strict=True):
         assert taken.dtype == stacked.dtype and torch.equal(taken, stacked)
 
@@ -206,14 +199,12 @@ def refusal(capsys, dataset, root):
     return line
 
 
+FASHION = "fashion-mnist", "{train,t10k}-{images-idx3,labels-idx1}-ubyte.gz", "FashionMNIST/raw"
+CIFAR = "cifar10", "data_batch_1 to 5, test_batch and batches.meta", "cifar-10-batches-py"
+
+
 @pytest.mark.parametrize("exists", [True, False])
-@pytest.mark.parametrize(
-    ("dataset", "files", "folder"),
-    [
-        ("fashion-mnist", "{train,t10k}-{images-idx3,labels-idx1}-ubyte.gz", "FashionMNIST/raw"),
-        ("cifar10", "data_batch_1 to 5, test_batch and batches.meta", "cifar-10-batches-py"),
-    ],
-)
+@pytest.mark.parametrize("dataset, files, folder", [FASHION, CIFAR])
 def test_without_files_and_network_one_line_names_what_to_put_where_and_nothing_is_left(
     dataset, files, folder, exists, tmp_path, no_network, capsys
 ):

@@ -14,7 +14,7 @@ from filelock import FileLock, Timeout
 from torch.multiprocessing import start_processes
 
 import common.spawn
-from tests.processes import EPOCH, ROOT, SCRIPTS, TORCHRUN, context, run_command, run_script, started, wait_for
+from tests.processes import EPOCH, ROOT, SCRIPTS, TORCHRUN, run_command, run_script, started, wait_for
 
 
 @contextlib.contextmanager
@@ -62,36 +62,26 @@ def test_a_signal_to_the_process_that_was_started_ends_all_and_leaves_a_good_che
     assert len(run_script(tmp_path, script, *options, nproc=2).losses) == 1
 
 
-def wait_where_python_handles_no_signal(rank, path):
+def wait_where_python_handles_no_signal(rank, folder):
     """In C, as for a GPU, in a child that has joined the group."""
     dist.init_process_group("gloo", init_method="spawn://", rank=rank, world_size=1)
-    path.write_text(str(os.getpid()))
+    (folder / "joined").touch()
     mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
     lock(mutex), lock(mutex)
 
 
 @common.spawn.end_together
-def spawn_one_that_waits(path):
+def spawn_one_that_waits(folder):
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell has its background jobs ignore it
-    start_processes(wait_where_python_handles_no_signal, (path,), 1, start_method="fork")
+    start_processes(wait_where_python_handles_no_signal, (folder,), 1, start_method="fork")
 
 
 def test_the_child_of_a_killed_parent_ends_in_a_call_that_does_not_return_too(tmp_path):
-    parent = context.Process(target=spawn_one_that_waits, args=(tmp_path / "child",))
-    parent.start()
-    try:
-        assert wait_for(lambda: (tmp_path / "child").exists() and (tmp_path / "child").read_text())
-    finally:
-        parent.kill()
-        parent.join()
-    child = int((tmp_path / "child").read_text())
-    try:
-        assert wait_for(
-            lambda: not os.path.exists(f"/proc/{child}") or ") Z " in open(f"/proc/{child}/stat").read(), 10
-        )
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child, signal.SIGKILL)
+    program = f"import pathlib, tests.test_faults as here; here.spawn_one_that_waits(pathlib.Path({str(tmp_path)!r}))"
+    with started(sys.executable, "-c", program) as process:
+        assert wait_for((tmp_path / "joined").exists)
+        process.kill()
+        assert gone(process)
 
 
 def test_children_whose_parent_is_killed_while_they_start_end_by_themselves(tmp_path):

@@ -8,7 +8,6 @@ import os
 import socket
 import sys
 from datetime import timedelta
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -253,18 +252,14 @@ def test_weights_saved_from_the_wrapper_have_other_names_than_those_of_the_model
         assert f'Unexpected key(s) in state_dict: "{unexpected}used.weight"' in error
 
 
-def load_what_gpu_0_saved(rank, path):
+def test_a_file_names_the_gpu_that_its_weights_were_on_and_map_location_overrules_it(tmp_path, monkeypatch):
     options = {"dataset": "digits", "model": "cnn", "batch_size": 48, "lr": 0.02, "seed": 0, "epochs": 10}
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters())
-    location_tag = torch.serialization.location_tag
-    torch.serialization.location_tag = lambda storage: "cuda:0"
-    save_checkpoint(Path(path), options, 0, model=model, optimizer=optimizer)
-    torch.serialization.location_tag = location_tag
-    torch.cuda.is_available = lambda: False
-    return error_of(lambda: torch.load(path)), load_checkpoint(Path(path), options, model=model, optimizer=optimizer)
-
-
-def test_a_file_names_the_gpu_that_its_weights_were_on_and_map_location_overrules_it(tmp_path):
-    [(error, epoch)] = run_ranks(tmp_path, load_what_gpu_0_saved, str(tmp_path / "model.pt"), nproc=1)
-    assert error.startswith("Attempting to deserialize object on a CUDA device") and epoch == 1
+    model, path = torch.nn.Linear(2, 2), tmp_path / "model.pt"
+    named = {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with monkeypatch.context() as on_gpu:
+        on_gpu.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
+        save_checkpoint(path, options, 0, **named)
+    with pytest.raises(RuntimeError, match="Attempting to deserialize object on a CUDA device"):
+        torch.load(path)
+    assert load_checkpoint(path, options, **named) == 1
