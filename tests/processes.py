@@ -124,7 +124,7 @@ def run_scripts(commands, nproc=1, float64=False, environment=None, seconds=SECO
     for folder, script, *argv in commands:
         path, argv, variables = ROOT / script, [str(word) for word in argv], [{}]
         folder = Path(folder) / f"run{len(list(Path(folder).glob('run*')))}"
-        folder.mkdir()
+        folder.mkdir(parents=True)
         if "spawn" in path.name:
             argv += ["--nproc", str(nproc)]
         elif "torchrun" in path.name:

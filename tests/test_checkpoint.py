@@ -81,7 +81,6 @@ def test_the_file_holds_plain_weights_the_optimizer_the_epoch_and_the_settings(s
 
 def test_the_ranks_need_no_file_but_that_of_rank_0(tmp_path):
     """As on machines that do not share the folder."""
-    (tmp_path / "whole").mkdir()
     whole = trained(tmp_path / "whole", "ddp_torchrun.py")
     trained(tmp_path, "ddp_torchrun.py", epochs=1)
     elsewhere = LOAD.replace("args.checkpoint", "args.checkpoint if rank == 0 else args.checkpoint / 'not/here'")

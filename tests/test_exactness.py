@@ -7,9 +7,9 @@ import torch
 
 from common.data import load_data
 from common.model import build_model
-from tests.processes import ROOT, edited, run_script
+from tests.processes import ROOT, SCRIPTS, edited, run_script
 
-RUNS = [(script, nproc) for script in ("ddp_mp_spawn.py", "ddp_torchrun.py") for nproc in (1, 2, 3, 4)]
+RUNS = [(script, nproc) for script in SCRIPTS[1:] for nproc in (1, 2, 3, 4)]
 EPOCHS = 3
 FAST = ["--batch-size", 240]  # where the default is not the point
 
@@ -52,11 +52,7 @@ def test_any_number_of_processes_reaches_what_one_device_reaches(script, nproc, 
     assert_equal(result, single, WHY.format(script, nproc))
 
 
-@pytest.fixture(
-    scope="module",
-    params=[("single_gpu.py", 1), ("ddp_mp_spawn.py", 2), ("ddp_torchrun.py", 2)],
-    ids=lambda run: run[0],
-)
+@pytest.fixture(scope="module", params=[*zip(SCRIPTS, (1, 2, 2), strict=True)], ids=SCRIPTS)
 def whole(request, tmp_path_factory):
     """A run, and how to run the same command, or one with other options, in another folder."""
 
@@ -66,18 +62,12 @@ def whole(request, tmp_path_factory):
     return again(tmp_path_factory.mktemp("whole")), again
 
 
-def test_the_same_command_twice_gives_the_same_bits(whole, tmp_path):
+def test_the_same_command_twice_gives_the_same_bits_and_another_seed_others(whole, tmp_path):
     first, again = whole
-    second = again(tmp_path)
-    assert first.losses == second.losses
-    assert first.weights == second.weights
-    assert len(first.weights[0]) == EPOCHS
-
-
-def test_another_seed_gives_another_result(whole, tmp_path):
-    seed_0, again = whole
-    seed_1 = again(tmp_path, 1, ["--seed", 1])
-    assert seed_1.losses != seed_0.losses[:1] and len(seed_1.losses) == 1
+    second = again(tmp_path / "same")
+    assert (first.losses, first.weights) == (second.losses, second.weights) and len(first.weights[0]) == EPOCHS
+    other = again(tmp_path / "other", 1, ["--seed", 1])
+    assert other.losses != first.losses[:1] and len(other.losses) == 1
 
 
 def test_a_run_that_stops_and_resumes_ends_with_the_bits_of_one_that_did_not(whole, tmp_path):
@@ -101,7 +91,6 @@ def test_the_saved_model_in_a_plain_process_has_the_accuracy_that_was_printed(wh
 
 
 def test_one_checkpoint_serves_all_scripts_whatever_the_number_of_processes(tmp_path):
-    (tmp_path / "whole").mkdir(), (tmp_path / "parts").mkdir()
     whole = run(tmp_path / "whole", "single_gpu.py", epochs=4, options=FAST)
     stages = [("ddp_torchrun.py", 4), ("ddp_torchrun.py", 2), ("single_gpu.py", 1), ("ddp_mp_spawn.py", 3)]
     parts = [run(tmp_path / "parts", *stage, epochs, options=FAST) for epochs, stage in enumerate(stages, 1)]
