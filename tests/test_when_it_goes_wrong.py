@@ -180,9 +180,8 @@ def test_one_process_of_two_waits_for_the_other():
             (0, 0, r"waiting for clients\. 1/2 clients joined"),
             (1, closed.getsockname()[1], "The client socket has timed out"),
         ):
-            url = f"tcp://127.0.0.1:{port}?rank={rank}&world_size=2"
             with pytest.raises(dist.DistError, match=error):
-                dist.init_process_group("gloo", init_method=url, timeout=timedelta(seconds=1))
+                dist.TCPStore("127.0.0.1", port, world_size=2, is_master=rank == 0, timeout=timedelta(seconds=1))
 
 
 def test_a_script_that_spawns_without_a_main_guard_cannot_start(tmp_path):
